@@ -1,5 +1,5 @@
-// Queues prepared kernels one after the other: what megatron_magi/cuda/call_list.py does in Python, sooner. Knows of
-// CUDA no more than the addresses of two functions of its driver.
+// Launches a prepared list of kernels: the same as megatron_magi/cuda/call_list.py, with less overhead on the host.
+// Does not link to CUDA: it gets the addresses of two driver functions.
 
 #include <cstdint>
 
@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t kVersion = 2;
 
-// Where the address in a slot, and a distance from it, is put. `at`, like the places in a Step, is in bytes from the
-// begin of the memory of the calls, of which there are copies.
+// Writes slots[slot] + add to `at`: a pointer parameter, or the address of a tensor map (is_map). `at`, like the fields
+// of a Step, is a byte offset from Calls::memory, which is copied for other masks.
 struct Patch {
   uint64_t at, last;
   int64_t add;
@@ -28,11 +28,12 @@ struct Calls {
   Step* steps;
   uint64_t* slots;
   int64_t num_patches, num_steps;
-  int64_t next, status;  // the step that is next, and why it was not queued
+  int64_t next, status;  // step to launch next; CUDA error code if it failed
 };
 
 void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 
+// Sets the address of a tensor map, unless it is unchanged.
 int move_map(const Calls& calls, Patch& patch, uint64_t address) {
   if (address == patch.last) return 0;
   const auto move = reinterpret_cast<int (*)(void*, void*)>(calls.move);
@@ -45,7 +46,8 @@ int move_map(const Calls& calls, Patch& patch, uint64_t address) {
 
 EXPORT int64_t magi_calls_version() { return kVersion; }
 
-// Goes on at the step `next`. Returns 0 when all are queued; else a code of CUDA, kept in `status` too.
+// Launches from step `next` on. Returns 0 when all are launched, else a CUDA error code, also in `status`; it can then
+// be called again to continue.
 EXPORT int64_t magi_calls_queue(Calls* calls) {
   if (calls->next == 0)
     for (int64_t i = 0; i < calls->num_patches; ++i) {

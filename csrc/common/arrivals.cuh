@@ -1,31 +1,33 @@
-// Rows that arrive while the kernel that reads them runs. Part by part a kernel beside it (announce_rows.cu) writes the
-// number of the call once all rows of the part are there. It has all its blocks on SMs before this one starts any
-// (programmatic dependent launch), so who waits here keeps nobody from arriving.
+// Waiting for rows that another kernel (announce_rows.cu) receives while this kernel runs. Rows are divided into parts;
+// when all rows of a part are stored, announce_rows.cu writes the number of the call to the flag of the part.
+//
+// No deadlock: this kernel is a programmatic dependent launch of announce_rows.cu, so all thread blocks of the latter
+// are resident on SMs before any block of this one starts.
 #pragma once
 
 #include "ptx.cuh"
 
 constexpr int kMostParts = 16;
 
-// Of the rows that one kernel writes and the next reads, in memory of this GPU.
+// In memory of this GPU: written by announce_rows.cu, read by the kernel that waits.
 struct ArrivalFlags {
-  u32 arrived[kMostParts];  // by part: the call whose rows are there
-  u32 done[kMostParts];     // rows of the part that are there; zero before and after
+  u32 arrived[kMostParts];  // of each part: the last call whose rows are all stored
+  u32 done[kMostParts];     // of each part: rows stored so far; reset to zero by the thread that completes the part
 };
 
-// What a kernel that waits must know.
+// Parameters of a kernel that waits. Mirrored in Python.
 struct Gate {
-  const u32* call;     // the call whose rows are waited for; nobody writes it meanwhile
-  const u32* arrived;  // of ArrivalFlags
-  const u32* broken;   // not 0: a rank did not come
+  const u32* call;     // number of the call to wait for; constant while this kernel runs
+  const u32* arrived;  // ArrivalFlags::arrived
+  const u32* broken;   // Control::broken; not 0: a rank timed out
   u32* notice;         // Notice of peers.cuh
-  i64 timeout_ns;      // twice that of the group
+  i64 timeout_ns;      // twice the timeout of the group
   int num_rows, part_rows;
-  int first;  // of the rows where they follow others: the number of the first
+  int first;  // key index of the first of these rows; smaller indices are keys of this rank
   int pad;
 };
 
-constexpr int kNoticePart = 4;  // word of Notice
+constexpr int kNoticePart = 4;  // word index of Notice::part
 
 DEVICE u32 load_acquire_gpu(const u32* p) {
   u32 x;
@@ -43,12 +45,14 @@ DEVICE u32 load_volatile(const u32* p) {
   return x;
 }
 
-// One thread's knowledge of what has arrived.
+// State of one thread that waits, so that it reads each flag only once.
 struct Arrivals {
-  int rows = 0;  // the first so many are there, or are not waited for
+  int rows = 0;  // rows before this one have arrived, or are no longer waited for
 
-  // Until the rows before `past` are there; then TMA may read them. Where a rank did not come, says so; its rows come
-  // as NaN. Gives up by itself after twice the time-out, by when who brings them has.
+  // Waits until all rows before `past` have arrived; TMA loads issued by this thread may then read them. If a rank
+  // timed out, its rows are NaN, and the part is recorded in the notice. announce_rows.cu stops waiting after the
+  // group's timeout and then sets all flags; if a flag is still not set after twice that time, this thread stops
+  // waiting too.
   DEVICE void await(const Gate& g, int past) {
     past = past < g.num_rows ? past : g.num_rows;
 #pragma unroll 1
@@ -68,6 +72,7 @@ struct Arrivals {
           break;
         }
       }
+      // Orders the acquire above, in the generic proxy, before TMA loads, which are in the async proxy.
       asm volatile("fence.proxy.async;" ::: "memory");
     }
   }

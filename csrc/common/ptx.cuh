@@ -16,7 +16,7 @@ struct alignas(64) TensorMap {
 
 DEVICE u32 smem_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// A value that all threads of the warp share, told to the compiler: descriptors made of it stay in uniform registers.
+// Declares that a value is equal in all threads of the warp: descriptors computed from it stay in uniform registers.
 DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // ---- mbarrier ----
@@ -43,7 +43,7 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
-// Whether barrier_wait would return at once.
+// Whether the phase is complete, without waiting.
 DEVICE bool barrier_test(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(
@@ -55,26 +55,26 @@ DEVICE bool barrier_test(u32 barrier, u32 parity) {
   return done;
 }
 
-// ---- named barriers of the hardware (ids 1..15; 0 is __syncthreads) ----
+// ---- named barriers (ids 1 to 15; 0 is __syncthreads) ----
 
 DEVICE void named_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 DEVICE void named_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// ---- kernels that follow each other on a stream, and overlap where one ends and the next begins ----
+// ---- programmatic dependent launch ----
 
-// Until the kernels before this one are complete, and what they wrote is visible. Nothing that they write is to be read
-// before, and nothing that they read to be written.
+// Waits until the preceding kernels have completed and their writes are visible. Before it, a kernel must neither read
+// what they write nor write what they read.
 DEVICE void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The next kernel's blocks may be started once all blocks of this one have said so, or are done.
+// The dependent kernel may start once all thread blocks of this kernel have executed this or have exited.
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // ---- bulk tensor copies ----
 
 DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// Box at (column, head, row) of a [rows, heads, columns] tensor; rows outside read as zero.
+// Loads the box at (column, head, row) of a [rows, heads, columns] tensor; rows out of bounds are filled with zeros.
 DEVICE void load_box(u32 smem, const TensorMap* map, int column, int head, int row, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
@@ -83,21 +83,21 @@ DEVICE void load_box(u32 smem, const TensorMap* map, int column, int head, int r
       : "memory");
 }
 
-// The reverse; rows outside are left out. Without a barrier: bulk_commit(), then bulk_wait_read().
+// Stores a box; rows out of bounds are not written. Completion is by bulk group: bulk_commit(), then bulk_wait_read().
 DEVICE void store_box(const TensorMap* map, u32 smem, int column, int head, int row) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(smem),
                "r"(column), "r"(head), "r"(row)
                : "memory");
 }
 
-// Plain bytes; sizes and addresses are multiples of 16.
+// Loads contiguous bytes; size and addresses are multiples of 16.
 DEVICE void load_bytes(u32 smem, const void* global, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-// Adds floats from shared to global memory; sizes and addresses are multiples of 16 bytes.
+// Adds floats in shared memory to global memory, and commits; size and addresses are multiples of 16 bytes.
 DEVICE void add_floats(float* global, u32 smem, u32 bytes) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
@@ -107,8 +107,9 @@ DEVICE void add_floats(float* global, u32 smem, u32 bytes) {
 }
 
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until the copies that this thread committed have read their sources.
+// Waits until the copies that this thread committed have read shared memory, which may then be overwritten.
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until the copies that this thread committed are complete.
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 DEVICE u32 load_shared(u32 smem) {
@@ -127,7 +128,7 @@ DEVICE void store_shared_v4(u32 smem, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-// Ordinary writes to shared memory become visible to the tensor cores and TMA.
+// Makes generic-proxy writes to shared memory visible to the async proxy (wgmma operands and TMA).
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- registers ----
@@ -152,7 +153,7 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Keeps the compiler from moving uses of accumulators across the statement before it.
+// Prevents the compiler from moving uses of accumulators or operands above the wait that precedes it.
 template <int N>
 DEVICE void pin(float (&x)[N]) {
 #pragma unroll
@@ -165,7 +166,7 @@ DEVICE void pin(u32 (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// One of two arrays, which may differ in size.
+// Compile-time choice between two arrays, which may differ in size.
 template <bool kFirst, typename A, typename B>
 DEVICE auto& choose(A& a, B& b) {
   if constexpr (kFirst)
@@ -174,18 +175,18 @@ DEVICE auto& choose(A& a, B& b) {
     return b;
 }
 
-// Keeps x in a register, where the compiler would compute it anew at each use.
+// Keeps x in a register; the compiler would otherwise recompute it at each use.
 DEVICE void keep(u32& x) { asm volatile("" : "+r"(x)); }
 
-// Makes the assembler compute x, which is never negative, before the statements that follow: it is free to
-// sink arithmetic past a wait for the tensor cores, and does.
+// Makes ptxas compute x, which is never negative, before the statements that follow: it would otherwise sink arithmetic
+// below a wait for the tensor cores.
 DEVICE void hold(float x) {
   asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never trap;\n}" ::"f"(x) : "memory");
 }
 
-// Operand of 128-byte-swizzled panels (64 two-byte columns to a row). `panel_bytes` is the distance of two
-// panels; it matters only for operands that are read across their rows. Only the low word changes from one
-// operand to another, so steps are added to it alone, in units of 16 bytes.
+// Shared memory descriptor of a wgmma operand in 128-byte-swizzled panels (rows of 64 two-byte columns). `panel_bytes`
+// is the distance between panels, used only by transposed (MN-major) operands. Offsets are added to the low word alone,
+// in units of 16 bytes.
 struct Operand {
   u32 low;
   DEVICE Operand(u32 smem, u32 panel_bytes = 0) : low(uniform(((smem & 0x3FFFF) >> 4) | ((panel_bytes >> 4) << 16))) {}
@@ -260,7 +261,7 @@ struct Fp16 {
   }
 };
 
-// Four 8 x 8 matrices; each thread gives the address of one row.
+// Stores four 8 x 8 matrices; each thread gives the address of one row.
 DEVICE void store_matrices_x4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b), "r"(c),
                "r"(d)
@@ -274,7 +275,7 @@ DEVICE void store_transposed_x4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
                : "memory");
 }
 
-// The reverse of both: a[0] to a[3] become the matrices.
+// Load four 8 x 8 matrices into a[0] to a[3], plain and transposed.
 DEVICE void load_matrices_x4(u32 smem, u32* a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])

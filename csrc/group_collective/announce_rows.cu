@@ -1,10 +1,14 @@
-// Rows that the next kernel waits for as they come. Some blocks put the rows that others need into this rank's slot,
-// each at its own number, and say so chunk by chunk. The first few pull the rows that this rank needs from the slots of
-// others, by TMA: one thread of a warp has pieces of rows loaded into a ring of places in shared memory and stored from
-// there, so few SMs have all in flight that the links carry. They tell part by part what has arrived (arrivals.cuh).
-// The next kernel may start when all blocks of this one have. NaN where a rank does not come.
+// Fetches rows from other ranks while the next kernel (attention) computes and waits for them as they arrive.
 //
-// Compile-time: UNIT (bytes of an access to rows that are published).
+// The first `pullers` thread blocks pull the rows that this rank needs from the slots of other ranks by TMA: one thread
+// of a warp loads pieces of rows into a ring of buffers in shared memory and stores them from there, so that a few SMs
+// keep enough bytes in flight for the links. They set a flag for each part whose rows have all been stored
+// (arrivals.cuh). The other blocks publish the rows that other ranks need: they copy them into this rank's slot, each
+// at its own row index, and signal them chunk by chunk (peers.cuh).
+//
+// The next kernel may start as soon as all blocks of this one are resident. Rows of a rank that times out become NaN.
+//
+// Compile-time: UNIT (bytes of an access to published rows).
 
 #include "../common/arrivals.cuh"
 #include "send_row.cuh"
@@ -12,30 +16,32 @@
 struct AnnounceParams {
   Peers peers;
   SlotRows from, to;  // to: units of 16 bytes
-  const i64* rows;    // to publish, ascending
-  const i64* starts;  // chunk i of kChunkRows numbers is rows[starts[i]] to rows[starts[i + 1] - 1]
+  const i64* rows;    // rows to publish, ascending
+  const i64*
+      starts;  // rows[starts[i]] to rows[starts[i + 1] - 1] have indices in chunk i, of 1 << kLog2ChunkRows indices
   const i64* num_chunks;
-  const i64* places;  // of the rows that are pulled
+  const i64* places;  // of the rows to pull, see Pull
   const i64* num_pulled;
-  i64 chunk_shift;  // log2 of the numbers of rows that are told together, kChunkRows or more
+  i64 chunk_shift;  // log2 of the row indices of a chunk that has a flag of its own, kLog2ChunkRows or more
   ArrivalFlags* flags;
   i64 part_rows;
-  i64 pullers;  // blocks that pull
+  i64 pullers;  // thread blocks that pull
 };
 
 constexpr int kThreads = 512, kLog2ChunkRows = 4, kLoads = 8;
 constexpr int kPullWarps = 4, kDepth = 12, kPieceBytes = 4096, kPieceUnits = kPieceBytes / 16, kMostRun = 16;
-constexpr int kSpare = 2;  // places that stores may still be read from when the next load is due
+constexpr int kSpare = 2;  // buffers that outstanding stores may still read when the next load is issued
 
 DEVICE void store_bytes(u64 global, u32 smem, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(smem), "r"(bytes)
                : "memory");
 }
 
-// Runs of rows part by part, and those of a part side by side: keys that come first are there first.
+// Order in which runs of rows are pulled: part after part, so that the keys needed first arrive first; within a part
+// interleaved over the ranks (SideBySide).
 struct Runs {
   SideBySide inside;
-  u32 count, length;  // of runs; of a part
+  u32 count, length;  // runs in total, and of a part
   DEVICE Runs(const Peers& p, i64 count, i64 length)
       : inside(p, length), count(static_cast<u32>(count)), length(static_cast<u32>(length)) {}
   DEVICE u32 end() const { return (count + length - 1) / length * inside.end(); }
@@ -46,7 +52,7 @@ struct Runs {
   }
 };
 
-// The pieces that one thread copies, one after the other: rows in runs, each in pieces.
+// Iterates over the pieces that one thread copies: of its runs of successive rows, each row in pieces.
 struct Pieces {
   i64 row, end_of_run, num_rows, at, step;
   int run, piece, num_pieces;
@@ -83,7 +89,7 @@ struct Pieces {
   }
 };
 
-// Without `smem`: NaN, by ordinary stores.
+// Stores a piece from shared memory by TMA; if `smem` is 0, fills it with NaN by ordinary stores.
 DEVICE void store_piece(const SlotRows& s, i64 row, int piece, u32 smem) {
   const int begin = piece * kPieceUnits, end = begin + kPieceUnits < s.units ? begin + kPieceUnits : s.units;
 #pragma unroll
@@ -100,8 +106,11 @@ DEVICE void store_piece(const SlotRows& s, i64 row, int piece, u32 smem) {
   if (smem) bulk_commit();
 }
 
-// Counts rows that this thread has stored, from `begin` to `end`, and says of which parts all are there.
-DEVICE void tell_parts(const AnnounceParams& p, u32 call, i64 begin, i64 end, i64 num_rows) {
+// Adds rows `begin` to `end` - 1, stored by this thread, to the counts of their parts, and sets the flags of the parts
+// that are now complete. Memory order: bulk_wait completes the TMA stores, the proxy fence and __threadfence order them
+// before the count. The thread that completes a part sees all counts, so its release publishes the stores of all
+// threads.
+DEVICE void signal_parts(const AnnounceParams& p, u32 call, i64 begin, i64 end, i64 num_rows) {
   bulk_wait();
   asm volatile("fence.proxy.async;" ::: "memory");
   __threadfence();
@@ -109,24 +118,24 @@ DEVICE void tell_parts(const AnnounceParams& p, u32 call, i64 begin, i64 end, i6
     const i64 first = part * p.part_rows, past = first + p.part_rows < num_rows ? first + p.part_rows : num_rows;
     const u32 stored = static_cast<u32>((end < past ? end : past) - (begin > first ? begin : first));
     if (atomicAdd(&p.flags->done[part], stored) + stored < static_cast<u32>(past - first)) continue;
-    p.flags->done[part] = 0;
+    p.flags->done[part] = 0;  // for the next call
     __threadfence();
     store_release(&p.flags->arrived[part], call);
   }
 }
 
-// Pieces to be stored: each run is announced once it is.
+// Pieces in the order in which they are stored; at the end of each run its rows are signaled.
 struct AnnouncedPieces : Pieces {
   const AnnounceParams& p;
   u32 call;
   DEVICE void advance() {
     const i64 before = at, last = row;
     Pieces::advance();
-    if (at != before) tell_parts(p, call, last / run * run, last + 1, num_rows);
+    if (at != before) signal_parts(p, call, last / run * run, last + 1, num_rows);
   }
 };
 
-// By `num_blocks` blocks.
+// Run by `num_blocks` thread blocks: chunk by chunk, copies rows into this rank's slot and signals all ranks.
 DEVICE void publish(const AnnounceParams& p, u32 call, u32 block, u32 num_blocks) {
   __shared__ longlong2 looked_at[kThreads];
   Control* mine = p.peers.control[p.peers.rank];
@@ -135,11 +144,11 @@ DEVICE void publish(const AnnounceParams& p, u32 call, u32 block, u32 num_blocks
   const int more = static_cast<int>(p.chunk_shift) - kLog2ChunkRows;
   const i64 count = *p.num_chunks, num_chunks = (count + (1 << more) - 1) >> more;
   bool failed = false;
-  // The slot is free once all have read what was in it.
+  // The slot is free when all ranks have read the rows of the call that used it last.
   if (thread < p.peers.num_ranks) failed = !await(p.peers, &mine->pulled[thread], thread, call - kSlots, kPublish);
   if (__syncthreads_or(failed)) return;
   const u64 slot = p.peers.data[p.peers.rank] + call % kSlots * p.peers.slot_bytes;
-  // Most chunks may have no rows: a block looks at as many as it has threads at once.
+  // Most chunks may be empty: a block examines kThreads chunks at a time.
   for (i64 first = block; first < num_chunks; first += kThreads * num_blocks) {
     const i64 own = first + thread * num_blocks;
     longlong2 found = {0, 0};
@@ -161,7 +170,8 @@ DEVICE void publish(const AnnounceParams& p, u32 call, u32 block, u32 num_blocks
   }
 }
 
-// By one thread of each warp that pulls; `warp` of `num_warps`.
+// Run by one thread of each pulling warp. `ring`: kDepth buffers of kPieceBytes; `full`: their mbarriers. A load into a
+// buffer is issued once at most kSpare stores are still reading, that is, when the store from this buffer has read it.
 DEVICE void pull(const AnnounceParams& p, u32 call, u32 warp, u32 num_warps, u32 ring, u32 full) {
   const SlotRows& s = p.to;
   bool failed = false;
@@ -194,7 +204,7 @@ DEVICE void pull(const AnnounceParams& p, u32 call, u32 warp, u32 num_warps, u32
     stores.advance();
   }
   bulk_wait();
-  for (; stores.any(); stores.advance()) store_piece(s, stores.row, stores.piece, 0);  // none, unless a rank failed
+  for (; stores.any(); stores.advance()) store_piece(s, stores.row, stores.piece, 0);  // only after a timeout: NaN
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_announce_rows(const __grid_constant__ AnnounceParams p) {
@@ -204,12 +214,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_announce_rows(con
   const u32 call = mine->calls_published + 1, thread = threadIdx.x, pullers = static_cast<u32>(p.pullers);
   if (thread == 0) {
     if (blockIdx.x == 0) {
-      mine->announced = call;  // before who waits for it starts, which is when all have come to here
+      // Attention reads this word. It starts after all blocks have called let_next_kernel_start, so it sees this value.
+      mine->announced = call;
       __threadfence();
     }
     let_next_kernel_start();
   }
-  __syncthreads();  // all threads know the number of the call
+  __syncthreads();  // all threads have read the number of the call, which count_block may advance
   if (blockIdx.x >= pullers) {
     publish(p, call, blockIdx.x - pullers, gridDim.x - pullers);
     if (thread == 0) count_block(p.peers, call, true, true);

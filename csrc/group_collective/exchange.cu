@@ -1,61 +1,63 @@
-// Rows travel straight into the slots of the ranks that need them, and from there to their place, or are added there:
-// some threads of a block write what this rank sends to its peers, the others take what comes as it comes. Writing
-// needs no answer, so few SMs fill the links; what is summed lies in this rank's own memory. NaN where a rank does not
-// come.
+// Sends rows between ranks: group_cast (rows are copied) and group_reduce (rows are added). Senders write rows directly
+// into the slots of the ranks that need them (peers.cuh); receivers copy rows from this rank's slot to their final
+// place, or add them there, as they arrive. Some threads of a block send, the others receive. Remote writes need no
+// reply, so a few SMs saturate the links, and all rows to be summed are in local memory. Rows of a rank that times out
+// become NaN.
 //
-// Compile-time: UNIT (bytes of an access to rows that are sent, or copied), BULK (1: long rows of units of 16 bytes are
-// sent by TMA, through a ring of places in shared memory: an SM has three times as much under way), SUMS (0: rows are
-// copied; 1: they are added, see numbers.cuh).
+// Compile-time: UNIT (bytes of an access to rows that are sent or copied), BULK (1: long rows of 16-byte units are sent
+// by TMA through a ring of buffers in shared memory, with three times as many bytes in flight per SM), SUMS (0: rows
+// are copied; 1: rows are added, see numbers.cuh).
 
 #include "send_row.cuh"
 #if SUMS
 #include "numbers.cuh"
 #endif
 
-// What one rank sends and gets, in the order in which it is sent: to one rank after the other; from one after the
-// other.
+// What one rank sends, ordered by destination, and receives, ordered by source. Mirrored in Python.
 struct Route {
-  i64 first[kMaxRanks + 1];  // to rank r go first[r] to first[r + 1] - 1 of what is sent
-  i64 there[kMaxRanks];      // row of the first of them in the slot of rank r
-  i64 comes[kMaxRanks + 1];  // from rank r come rows comes[r] to comes[r + 1] - 1 of the slot
-  i64 num_results;
+  i64 first[kMaxRanks + 1];  // sent rows first[r] to first[r + 1] - 1 go to rank r
+  i64 there[kMaxRanks];      // row in the slot of rank r of the first of them
+  i64 comes[kMaxRanks + 1];  // rows comes[r] to comes[r + 1] - 1 of this rank's slot come from rank r
+  i64 num_results;           // rows that are written or added to
 };
 
+// Whether a launch sends, receives, or both.
 enum Role : i64 { kSend = 1, kTake = 2 };
 
 struct ExchangeParams {
   Peers peers;
-  SlotRows from, to;  // to: units of VECTOR elements where rows are added; in the slot they are of type FROM
-  const i64* sent;    // row of `from` of each that is sent; null: as it is numbered
+  SlotRows from, to;  // to: with SUMS, units of VECTOR elements; rows in the slot have element type FROM
+  const i64* sent;    // [sent rows]: row of `from`; null: identity
   const Route* route;
-  const i64* rows;    // row of each result in its tensors; null, where rows are copied: as it is numbered
-  const i64* starts;  // sums: parts of the i-th result are order[starts[i]] to order[starts[i + 1] - 1]
-  const i64* order;   // row of the slot; null: as it is numbered
-  i64 chunk_shift;    // log2 of the rows of a slot that are told of together
-  i64 roles;
+  const i64* rows;    // [results]: row of `to`; null, if rows are copied: identity
+  const i64* starts;  // sums: result i is the sum of slot rows order[starts[i]] to order[starts[i + 1] - 1]
+  const i64* order;   // row of the slot; null: identity
+  i64 chunk_shift;    // log2 of the rows of a slot that share a flag
+  i64 roles;          // of Role
 };
 
 constexpr int kThreads = 768, kLoads = 4;
-constexpr int kGroup = BULK ? 32 : 256;  // threads that send a chunk
-constexpr int kSenders = BULK ? 4 : 2;   // such groups of a block, where others take
-// Groups that tell of what others have sent, in blocks that take nothing: beside takers, and for sums, that is slower.
-constexpr int kTellers = BULK && !SUMS;
-constexpr int kDepth = 6, kPieceBytes = 8192;  // BULK: of the ring of a group
-constexpr int kSpare = 2;                      // places that stores may still be read from when the next load is due
-constexpr u32 kLag = 3;                        // stores that may be under way when an earlier one is known to be there
-constexpr int kPieces = 16;                    // at least kDepth + kLag
-constexpr u32 kUntold = 8;                     // chunks of a group that are there and not told of yet
+constexpr int kGroup = BULK ? 32 : 256;  // threads that send a chunk together
+constexpr int kSenders = BULK ? 4 : 2;   // sending groups of a block, if its other threads receive
+// Whether a warp of a block signals chunks for the senders (see signal_chunks). Only in blocks that do not receive:
+// next to receivers, and for sums, this is slower.
+constexpr int kSignalers = BULK && !SUMS;
+constexpr int kDepth = 6, kPieceBytes = 8192;  // BULK: buffers of a group's ring, and their size
+constexpr int kSpare = 2;                      // buffers that outstanding stores may still read when a load is issued
+constexpr u32 kLag = 3;                        // stores in flight behind the one whose completion is waited for
+constexpr int kPieces = 16;                    // entries of the queue of pieces; at least kDepth + kLag
+constexpr u32 kUnsignaled = 8;                 // most chunks of a group that are complete and not yet signaled
 
 struct Chunks {
   Route route;
-  u32 upto[kMaxRanks + 1];  // chunks that go to ranks before this one
+  u32 upto[kMaxRanks + 1];  // chunks that go to ranks before this one (prefix sum)
 };
 
-// A chunk of what this rank sends: rows `row` to `end` - 1 of a slot.
+// A chunk of the rows that this rank sends: rows `row` to `end` - 1 of the destination's slot.
 struct Chunk {
-  i64 row, end, shift;  // i-th of what is sent: row + shift
+  i64 row, end, shift;  // slot row r is sent row r + shift
   u64 slot;
-  u32* flag;  // tells of it
+  u32* flag;  // of the chunk, in the destination's memory
 
   Chunk() = default;
   DEVICE Chunk(const ExchangeParams& p, const Chunks& c, u32 call, i64 at) {
@@ -72,13 +74,14 @@ struct Chunk {
 };
 
 #if BULK
-// Of a group of threads: pieces under way, and the flags that tell of them.
+// State of one sending warp, in shared memory: pieces in flight, and a single-producer single-consumer queue of flags
+// from the sender to the signaling warp.
 struct Ring {
-  u64 full[kDepth], to[kPieces];
+  u64 full[kDepth], to[kPieces];  // mbarriers of the buffers; destination of each piece
   u32 bytes[kPieces];
-  u32* flag[kPieces];  // null but for the last of a chunk
-  u32* there[kUntold];
-  u32 num_there, num_told, ended;
+  u32* flag[kPieces];                  // of the last piece of a chunk: the chunk's flag, else null
+  u32* there[kUnsignaled];             // queue of flags of complete chunks
+  u32 num_there, num_signaled, ended;  // written by the sender, the signaling warp, the sender
 };
 
 template <int N>
@@ -96,42 +99,44 @@ DEVICE void store_release_block(u32& x, u32 y) {
   asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(smem_address(&x)), "r"(y) : "memory");
 }
 
-// Tells of a chunk, if it ends with this piece, for which the thread has waited; or has it told of.
-DEVICE void end_piece(Ring& ring, u32 piece, u32 call, bool has_teller) {
+// Called when the store of a piece is complete. If the piece ends a chunk, signals the chunk, or queues it for the
+// signaling warp.
+DEVICE void end_piece(Ring& ring, u32 piece, u32 call, bool has_signaler) {
   u32* flag = ring.flag[piece % kPieces];
   if (flag == nullptr) return;
-  if (!has_teller) {
+  if (!has_signaler) {
     store_release(flag, call);
     return;
   }
   const u32 before = ring.num_there;
-  while (before - load_acquire_block(ring.num_told) == kUntold) continue;
-  ring.there[before % kUntold] = flag;
+  while (before - load_acquire_block(ring.num_signaled) == kUnsignaled) continue;
+  ring.there[before % kUnsignaled] = flag;
   store_release_block(ring.num_there, before + 1);
 }
 
-// Tells the ranks of chunks, of several at once: telling waits for all that the SM has under way, which senders need
-// not do then.
-DEVICE void tell(Ring* rings, u32 call) {
-  static_assert(kSenders * kUntold == 32, "a lane for each");
-  const u32 lane = threadIdx.x % 32, i = lane % kUntold;
-  Ring& ring = rings[lane / kUntold];
-  u32 told = 0;
+// The signaling warp: takes complete chunks from the senders' queues and stores their flags, several at once. A release
+// at system scope waits for all outstanding memory operations of the SM; this way senders do not wait for it.
+DEVICE void signal_chunks(Ring* rings, u32 call) {
+  static_assert(kSenders * kUnsignaled == 32, "a lane for each");
+  const u32 lane = threadIdx.x % 32, i = lane % kUnsignaled;
+  Ring& ring = rings[lane / kUnsignaled];
+  u32 signaled = 0;
   bool goes_on = true;
   while (__any_sync(~0u, goes_on)) {
     const bool ended = __shfl_sync(~0u, load_acquire_block(ring.ended), lane - i);
     const u32 there = __shfl_sync(~0u, load_acquire_block(ring.num_there), lane - i);
-    __syncwarp();  // what one lane has seen all may read
-    if (told + i < there) store_release(ring.there[(told + i) % kUntold], call);
+    __syncwarp();  // orders one lane's acquire before the reads of all lanes
+    if (signaled + i < there) store_release(ring.there[(signaled + i) % kUnsignaled], call);
     __syncwarp();
-    goes_on = !ended || there != told;
-    if (i == 0 && there != told) store_release_block(ring.num_told, there);
-    told = there;
+    goes_on = !ended || there != signaled;
+    if (i == 0 && there != signaled) store_release_block(ring.num_signaled, there);
+    signaled = there;
   }
 }
 
+// One sending warp: lane 0 issues TMA loads into the ring at `places` and TMA stores from it to the slots.
 DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups, Ring& ring, u32 places,
-                 bool has_teller) {
+                 bool has_signaler) {
   const SlotRows& s = p.from;
   const int lane = threadIdx.x % 32, row_bytes = static_cast<int>(s.row_bytes);
   const int rows_at_once = row_bytes < kPieceBytes ? kPieceBytes / row_bytes : 1;
@@ -140,12 +145,13 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
   if (lane == 0) {
     for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
     barrier_init_fence();
-    asm volatile("fence.proxy.async;" ::: "memory");  // of the barriers, and after what others have read of the slots
+    // For the mbarriers; and orders the acquire that found the slots free before TMA stores to them.
+    asm volatile("fence.proxy.async;" ::: "memory");
   }
   __syncwarp();
   Chunk chunk{};
-  int offset = 0;  // into a row that is longer than a piece
-  i64 known = 0, index = 0;
+  int offset = 0;            // bytes of the current row already loaded, if it is longer than a piece
+  i64 known = 0, index = 0;  // lane i holds the index of sent row known + i; -1: none
   u32 j = group, loaded = 0, stored = 0;
   while (true) {
     for (; loaded - stored < kDepth - kSpare; ++loaded) {
@@ -202,7 +208,7 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
       bulk_commit();
       if (stored >= kLag) {
         bulk_wait_but<kLag>();
-        end_piece(ring, stored - kLag, call, has_teller);
+        end_piece(ring, stored - kLag, call, has_signaler);
       }
     }
     __syncwarp();
@@ -210,10 +216,13 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
   }
   if (lane) return;
   bulk_wait();
-  for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece) end_piece(ring, piece, call, has_teller);
+  for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece)
+    end_piece(ring, piece, call, has_signaler);
   store_release_block(ring.ended, 1);
 }
 #else
+// One sending group of kGroup threads: ordinary stores to the slots. The group's barrier orders all of its stores
+// before the release by thread 0.
 DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups) {
   const int thread = threadIdx.x % kGroup, log2_lanes = p.from.log2_lanes, lanes = 1 << log2_lanes;
   const u32 count = c.upto[p.peers.num_ranks];
@@ -233,7 +242,7 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
 }
 #endif
 
-// Rows of this rank's slot, as they come.
+// Rows of this rank's slot, for one receiving thread. The flag of a chunk is read once.
 struct Arrivals {
   const Peers& peers;
   const Route& route;
@@ -251,7 +260,7 @@ struct Arrivals {
         slot(p.peers.data[p.peers.rank] + call % kSlots * p.peers.slot_bytes),
         row_bytes(p.to.row_bytes) {}
 
-  // Whether a row has come; false if its rank does not.
+  // Waits until a row has arrived; false on timeout.
   DEVICE bool await_row(i64 row) {
     while (row >= route.comes[from + 1]) ++from;
     while (row < route.comes[from]) --from;
@@ -265,8 +274,8 @@ struct Arrivals {
   DEVICE u64 address(i64 row) const { return slot + row * row_bytes; }
 };
 
-// A row that is taken, tensor by tensor: a thread has unit `unit` and every `lanes`-th after it, `loads` at a time. All
-// threads are called alike, also those past the last unit.
+// Calls `move` for the units of a received row, tensor by tensor: a thread has every `lanes`-th unit, `loads` of them
+// in each call. All lanes make the same number of calls, also with units past the end, as `move` may use shuffles.
 template <class Move>
 DEVICE void for_units(const SlotRows& s, int lane, int lanes, int loads, const Move& move) {
   for (int k = 0; k < kMaxTensors; ++k) {
@@ -275,11 +284,11 @@ DEVICE void for_units(const SlotRows& s, int lane, int lanes, int loads, const M
   }
 }
 
-constexpr u32 kMostRows = 4;  // that a warp takes at once
+constexpr u32 kMostRows = 4;  // rows that a warp receives at a time
 
-// A row that is taken, and what is copied to it or added.
+// A row of the result, and the rows of the slot that are copied or added to it.
 struct Result {
-  u32 row = 0, first = 0, past = 0;  // rows of the slot: `first` to `past` - 1 of `order`
+  u32 row = 0, first = 0, past = 0;  // slot rows order[first] to order[past - 1]
 };
 
 #if SUMS
@@ -290,8 +299,8 @@ using Into = Vector<INTO>;
 using Into = Unit;
 #endif
 
-// All bits set: NaN in every floating-point type. Stands for what never came.
-DEVICE void spoil_row(const SlotRows& s, u32 row, int lane, int lanes) {
+// After a timeout. All bits set is NaN in every floating-point type.
+DEVICE void fill_nan(const SlotRows& s, u32 row, int lane, int lanes) {
   Into nothing;
   memset(&nothing, 0xff, sizeof(nothing));
   for_units(s, lane, lanes, 1, [&](int tensor, int, int unit, int units) {
@@ -317,7 +326,7 @@ DEVICE void add_parts(Sum (&sum)[kSumLoads][VECTOR], const u64 (&from)[2], int u
       for (int j = 0; j < VECTOR; ++j) sum[l][j] += element(part[m][l], j);
 }
 
-// `part_at(k)`: row of the slot of order[k].
+// Adds the slot rows of a result to it, in order. `part_at(k)`: order[k].
 template <class PartAt>
 DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& r, int lane, int lanes,
                      const PartAt& part_at) {
@@ -363,8 +372,9 @@ DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& 
 }
 #endif
 
-// A warp that has a row to itself finds several at once, a lane each, while it takes those before, and its lanes wait
-// for what comes side by side: each time that a flag is read, all that the SM has cached is lost.
+// Receives rows. A few lanes, up to a warp, share a row. If it is a whole warp, its lanes look up several results at
+// once, prefetched two iterations ahead, and wait in parallel for the rows that these need, as each acquire of a flag
+// invalidates the SM's L1 cache.
 DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread, i64 num_threads) {
   const SlotRows& s = p.to;
   const int log2_lanes = s.log2_lanes, lanes = 1 << log2_lanes, lane = static_cast<int>(thread) & (lanes - 1);
@@ -399,7 +409,7 @@ DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread,
       for (u32 k = now.first; k < now.past && !failed; ++k) failed = !arrivals.await_row(of(p.order, k));
       if (now.first == now.past) continue;
       if (failed)
-        spoil_row(s, now.row, lane, lanes);
+        fill_nan(s, now.row, lane, lanes);
       else
         take_row(s, arrivals, now, lane, lanes, [&](u32 k) { return of(p.order, k); });
       continue;
@@ -408,12 +418,12 @@ DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread,
     for (u32 k = first + lane; k < past && !failed; k += 32)
       failed = !arrivals.await_row(k < first + 32 ? part : of(p.order, k));
     failed = __any_sync(~0u, failed);
-    __syncwarp();  // what one lane has awaited all may read
+    __syncwarp();  // orders one lane's acquire before the reads of all lanes
     for (u32 i = 0; i < run; ++i) {
       const Result r{__shfl_sync(~0u, now.row, i), __shfl_sync(~0u, now.first, i), __shfl_sync(~0u, now.past, i)};
       if (r.first == r.past) continue;
       if (failed)
-        spoil_row(s, r.row, lane, 32);
+        fill_nan(s, r.row, lane, 32);
       else
         take_row(s, arrivals, r, lane, 32,
                  [&](u32 k) { return k < first + 32 ? __shfl_sync(~0u, part, k - first) : of(p.order, k); });
@@ -422,8 +432,8 @@ DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread,
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __grid_constant__ ExchangeParams p) {
-  let_next_kernel_start();  // where it may run beside this one
-  await_earlier_kernels();  // where its blocks take the SMs that those leave
+  let_next_kernel_start();  // has an effect only if the next kernel was launched as a programmatic dependent
+  await_earlier_kernels();  // likewise, if this one was: it then starts on SMs that earlier kernels no longer use
   __shared__ Chunks chunks;
 #if BULK
   extern __shared__ __align__(128) u8 memory[];
@@ -434,15 +444,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
   const bool sends = p.roles & kSend, takes = p.roles & kTake;
   const u32 call = (sends ? mine->calls_published : mine->calls_pulled) + 1;
   const u32 senders = !sends ? 0 : takes || BULK ? kSenders : kThreads / kGroup;
-  const bool has_teller = sends && !takes && kTellers;
-  const u32 word = thread - 32;  // another warp than the one that asks for slots
+  const bool has_signaler = sends && !takes && kSignalers;
+  const u32 word = thread - 32;  // not the warp that waits for the slots
   if (word < sizeof(Route) / sizeof(i64))
     reinterpret_cast<i64*>(&chunks.route)[word] = reinterpret_cast<const i64*>(p.route)[word];
 #if BULK
-  if (thread < kSenders) rings[thread].num_there = rings[thread].num_told = rings[thread].ended = 0;
+  if (thread < kSenders) rings[thread].num_there = rings[thread].num_signaled = rings[thread].ended = 0;
 #endif
   bool failed = false;
-  // A slot is free once all have read what came before.
+  // A slot is free when its rank has read the rows of the call that used it last.
   if (sends && thread < num_ranks) failed = !await(p.peers, &mine->pulled[thread], thread, call - kSlots, kPublish);
   failed = __syncthreads_or(failed);
   if (thread <= num_ranks) {
@@ -454,11 +464,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
     chunks.upto[thread] = before;
   }
   __syncthreads();
-  // What neighbours in a list do is spread over the blocks: few rows are sent by as many SMs as there are, and taken by
-  // others, as far as there are more.
+  // Successive chunks and rows go to different blocks, so that few rows use as many SMs as possible; receivers are
+  // numbered from the last block down, so that few rows are received by other SMs than those that send.
   const u32 group = thread / kGroup;
-  if (thread == kThreads - 1) count_block(p.peers, call, sends, takes);  // all have read the number of the call
-  if (group >= senders + has_teller) {
+  if (thread == kThreads - 1) count_block(p.peers, call, sends, takes);  // all threads have read the call number
+  if (group >= senders + has_signaler) {
     const u32 takers = kThreads - senders * kGroup, warp = (thread - senders * kGroup) / 32;
     if (takes) take(p, chunks, call, ((warp + 1) * gridDim.x - 1 - blockIdx.x) * 32 + thread % 32, gridDim.x * takers);
   } else if (!failed) {
@@ -466,9 +476,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
 #if BULK
     if (group < senders)
       send(p, chunks, call, sender, gridDim.x * senders, rings[group],
-           smem_address(memory) + group * kDepth * kPieceBytes, has_teller);
+           smem_address(memory) + group * kDepth * kPieceBytes, has_signaler);
     else
-      tell(rings, call);
+      signal_chunks(rings, call);
 #else
     send(p, chunks, call, sender, gridDim.x * senders);
 #endif

@@ -1,11 +1,12 @@
-// Copies rows: row i of each result is row index[i] of its source. UNIT: bytes of an access, which divide all widths,
-// strides and addresses.
+// Copies rows: row i of each result is row index[i] of its source.
+//
+// Compile-time: UNIT (bytes of an access; divides all widths, strides and addresses).
 
 #include "units.cuh"
 
 struct GatherParams {
   RowTensors rows;
-  const i64* index;  // null: row i itself
+  const i64* index;  // null: identity
   i64 num_rows;
 };
 

@@ -1,4 +1,6 @@
-// Sums in fp32 or wider. FROM, INTO: types of what is added and of results. VECTOR: elements of an access.
+// Vector types and conversions for sums, which are accumulated in fp32, or in fp64 if either type is fp64.
+//
+// Compile-time: FROM, INTO (element types of the addends and of the results), VECTOR (elements of an access).
 #pragma once
 
 #include "rows.cuh"
@@ -49,7 +51,7 @@ template <class T>
 DEVICE auto element(const Vector<T>& x, int i) {
   return widen(x.at[i]);
 }
-// Of two that share a register each is one instruction away.
+// Two bf16 elements share a register; each is extracted with one instruction.
 DEVICE float element(const Vector<BFloat>& x, int i) {
 #if VECTOR > 1
   u32 pair;

@@ -1,18 +1,19 @@
-// Rows of several tensors that travel together: row i of each has the same index. A few threads share a row.
+// Rows of several tensors that are copied together, with the same row index in each. A few threads share a row.
 #pragma once
 
 #include "../common/ptx.cuh"
 
 constexpr int kMaxTensors = 4;
-constexpr int kInFlight = 4;  // loads of a thread before its first store
+constexpr int kInFlight = 4;  // loads that a thread issues before its first store
 
 struct RowTensors {
   u64 from[kMaxTensors], to[kMaxTensors];                // addresses of row 0
   i64 from_stride[kMaxTensors], to_stride[kMaxTensors];  // bytes
-  int units[kMaxTensors];                                // of a row
-  int num_tensors, log2_lanes;                           // lanes: threads that share a row
+  int units[kMaxTensors];                                // units of a row
+  int num_tensors, log2_lanes;                           // lanes: the threads that share a row
 };
 
+// Rows of one thread: the first one and the step to the next, and the thread's lane.
 struct RowWalk {
   i64 row, step;
   int lane, lanes;

@@ -1,10 +1,10 @@
-// One row, from the tensors in which it lies into a slot.
+// Copies one row from its tensors into a slot.
 #pragma once
 
 #include "peers.cuh"
 #include "units.cuh"
 
-// `to`: where the row goes; kLoads units of a thread are under way at a time.
+// `to`: address of the row in the slot. A thread has kLoads loads in flight.
 template <int kLoads>
 DEVICE void send_row(const SlotRows& s, i64 row, u64 to, int lane, int lanes) {
   Unit* out = reinterpret_cast<Unit*>(to);

@@ -1,13 +1,15 @@
-// Adds arriving rows to the rows they belong to: each result is read once, its contributions are added in their order,
-// and it is written once. FROM, INTO: types of what arrives and of results. VECTOR: elements of an access.
+// Adds received rows to the rows of the result: each result is read once, its addends are added in a fixed order, and
+// it is written once.
+//
+// Compile-time: FROM, INTO, VECTOR (numbers.cuh).
 
 #include "numbers.cuh"
 
 struct SumParams {
-  RowTensors rows;     // from: what arrives; to: results
+  RowTensors rows;     // from: received rows; to: results
   const i64* into;     // [num_rows]: row of the result
-  const i64* starts;   // [num_rows + 1]: contributions of the i-th are sources[starts[i]] to sources[starts[i + 1] - 1]
-  const i64* sources;  // rows of what arrives
+  const i64* starts;   // [num_rows + 1]: the addends of the i-th are sources[starts[i]] to sources[starts[i + 1] - 1]
+  const i64* sources;  // received rows
   i64 num_rows;
 };
 

@@ -1,4 +1,4 @@
-// The unit in which rows are copied: UNIT bytes, which divide all widths, strides and addresses.
+// The unit in which rows are copied. Compile-time: UNIT (its bytes; divides all widths, strides and addresses).
 #pragma once
 
 #include "rows.cuh"

@@ -1,4 +1,4 @@
-// What the ranks of a dispatch compute and send, as megatron_magi/plan/counts.py defines it.
+// Counts of what the ranks of a dispatch compute and send; equal to megatron_magi/plan/counts.py.
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
@@ -14,7 +14,8 @@ struct Band {
   Int q0, q1, k0, k1, lo, hi;  // query q sees key k if both are in range and lo <= k - q < hi
 };
 
-// Cuts off rows and keys that see nothing, and diagonals that cut nothing off; some pair must be visible.
+// Makes a band tight: removes rows and keys without visible pairs, and diagonals that cut nothing. It must not be
+// empty.
 void tighten(Band& b) {
   b.q0 = std::max(b.q0, b.k0 - b.hi + 1), b.q1 = std::min(b.q1, b.k1 - b.lo);
   b.k0 = std::max(b.k0, b.q0 + b.lo), b.k1 = std::min(b.k1, b.q1 - 1 + b.hi);
@@ -25,7 +26,7 @@ void tighten(Band& b) {
 // Sum of first + i for start <= i < stop.
 Int ramp(Int first, Int start, Int stop) { return (stop - start) * first + (stop - start) * (start + stop - 1) / 2; }
 
-// Visible pairs, of which there must be some.
+// Number of visible pairs, at least one.
 Int area(const Band& b) {
   const Int q0 = std::max(b.q0, b.k0 - b.hi + 1), rows = std::min(b.q1, b.k1 - b.lo) - q0;
   const Int high = std::clamp<Int>(b.k1 - b.hi - q0, 0, rows), low = std::clamp<Int>(b.k0 - b.lo - q0, 0, rows);
@@ -38,8 +39,8 @@ struct Span {
   Int begin, end;
 };
 
-// Spans in any order, which may overlap. Those of many ranks together tell what these exchange with each other, without
-// going through pairs of them.
+// Spans in any order, which may overlap. Totals over many ranks give what these exchange with each other without
+// iterating over pairs of ranks.
 class Spans {
  public:
   void add(const Span& span) { begins_.push_back(span.begin), ends_.push_back(span.end); }
@@ -52,11 +53,11 @@ class Spans {
     }
   }
 
-  // Keys that `span` shares with each of these, added up.
+  // Sum over these spans of the keys that each shares with `span`.
   Int within(const Span& span) const { return before(span.end) - before(span.begin); }
 
  private:
-  // Up to `at`, a span has as many keys as lie behind its begin, less those behind its end.
+  // Keys of a span before `at`: those after its begin, minus those after its end.
   Int before(Int at) const { return behind(begins_, begin_sums_, at) - behind(ends_, end_sums_, at); }
 
   static Int behind(const std::vector<Int>& edges, const std::vector<Int>& sums, Int at) {
@@ -108,7 +109,7 @@ class Counting {
   }
 
  private:
-  // The first of `spans`, which ascend, that ends behind `at`.
+  // The first of `spans`, which are ascending, that ends after `at`.
   static Int after(const std::vector<Span>& spans, Int at) {
     return std::upper_bound(spans.begin(), spans.end(), at, [](Int x, const Span& s) { return x < s.end; }) -
            spans.begin();
@@ -192,7 +193,8 @@ class Counting {
   std::vector<Int> rank_;
   std::vector<std::vector<Span>> own_, needed_;
   std::vector<std::vector<Int>> first_[2];
-  std::vector<std::vector<std::pair<Int, Int>>> changes_[2];  // keys from which on so many rows more see them
+  std::vector<std::vector<std::pair<Int, Int>>>
+      changes_[2];  // (key, change in the number of rows that see keys from there on)
 };
 
 }  // namespace

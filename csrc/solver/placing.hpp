@@ -1,4 +1,4 @@
-// Chunk -> rank, one chunk after the other: the starts that swaps repair.
+// Greedy assignment of chunks to ranks: the starts that swaps repair.
 #pragma once
 
 #include <functional>
@@ -9,7 +9,7 @@
 
 namespace magi {
 
-// Chunks of `chunks` by decreasing area, equal ones in their order.
+// `chunks` by decreasing area; stable.
 inline Ints by_falling_area(Ints chunks, const Int* area) {
   std::stable_sort(chunks.begin(), chunks.end(), [area](Int a, Int b) { return area[a] > area[b]; });
   return chunks;
@@ -21,7 +21,7 @@ inline Ints all_by_falling_area(const Int* area, Int num_chunks) {
   return by_falling_area(std::move(chunks), area);
 }
 
-// The least loaded rank with room, of equal ones the first. Loads that have changed are pushed again.
+// The least loaded rank with room, the first in a tie. Changed loads are pushed again.
 class LeastLoaded {
  public:
   void push(Int load, Int rank) { heap_.push({load, rank}); }

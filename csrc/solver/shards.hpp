@@ -1,4 +1,4 @@
-// Which chunks each rank has, sorted by area, and the load that they make.
+// The chunks of each rank, sorted by area, and its load.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct Chunk {
   bool operator<(const Chunk& other) const { return area != other.area ? area < other.area : index < other.index; }
 };
 
-// Every so manieth of many, at most `few`: positions 0, step, 2 * step, ...
+// Evenly spaced samples of many, at most `few`: positions 0, step, 2 * step, ...
 template <typename T>
 std::vector<T> some(const std::vector<T>& candidates, Int few) {
   const Int count = static_cast<Int>(candidates.size());
@@ -41,14 +41,14 @@ class Shards {
     for (Int r = 0; r < cp_size; ++r) order_.insert({load[r], r});
   }
 
-  // The most loaded rank, of equal ones the first.
+  // The most loaded rank, the first in a tie.
   Int fullest() const { return order_.lower_bound({max_load(), 0})->second; }
   Int max_load() const { return order_.rbegin()->first; }
-  // Ranks by rising load, equal ones in their order.
+  // Ranks by increasing load; stable.
   const std::set<std::pair<Int, Int>>& order() const { return order_; }
   const std::vector<Chunk>& chunks(Int rank) const { return chunks_[rank]; }
 
-  // For each partner and each chunk of rank `top`, in order, the two chunks there that even out the two ranks best:
+  // For each partner and each chunk of rank `top`, in order, the two chunks there that balance the two ranks best:
   // `visit(m, p, at, after)` gets the later of the two, and the larger load of the two ranks when either is swapped,
   // the earlier one first. Partners come by rising load; it ends with those that leave more than `most` in any case.
   template <typename Visit>
@@ -72,7 +72,7 @@ class Shards {
     }
   }
 
-  // Chunks of rank `other` that `chunk` can be swapped with, so that no load passes `limit`.
+  // Chunks of rank `other` that `chunk` can be swapped with, so that no load exceeds `limit`.
   Ints swaps_within(Int chunk, Int other, Int limit) const {
     const auto& theirs = chunks_[other];
     const Int low = lower(theirs, load[other] + area[chunk] - limit);

@@ -1,5 +1,5 @@
-// What megatron_magi/plan/native.py calls. Arrays are int64 and belong to the caller; the meaning of each function,
-// and every result to the last bit, is that of the planner in Python.
+// Called by megatron_magi/plan/native.py. Arrays are int64 and owned by the caller. Each function is equivalent to its
+// counterpart in the Python planner, with bitwise equal results.
 #include "swaps.hpp"
 
 #define MAGI_EXPORT extern "C" __attribute__((visibility("default")))
@@ -7,7 +7,7 @@
 using magi::Int;
 using magi::Ints;
 
-// Raised whenever results or arguments change: a library that was built from other sources is not used.
+// Must be incremented whenever results or arguments change, so that a library built from other sources is rejected.
 MAGI_EXPORT Int magi_solver_version() { return 4; }
 
 // Each chunk's rank: largest chunk first to the least loaded rank, then swaps until no load is above `target`.

@@ -1,11 +1,11 @@
-// Pair swaps of chunks: towards equal loads, or towards fewer rows to fetch.
+// Pair swaps of chunks, for balance or for fewer rows to fetch.
 #pragma once
 
 #include "placing.hpp"
 
 namespace magi {
 
-// Limits of the search, given by the caller so that they are written down once.
+// Limits of the search, passed by the caller, so that they are defined only once.
 struct Limits {
   Int swaps_per_chunk, partners, swaps_tried, gathering_passes;
 };
@@ -97,7 +97,7 @@ class Repair {
   Int mine_ = 0, partner_ = 0;
 };
 
-// Swaps chunks to where their keys are, while that lowers the rows to fetch and no load passes `limit`.
+// Swaps chunks to ranks that have their keys, while that reduces the rows to fetch and no load exceeds `limit`.
 inline void gather(Shards& shards, Holdings& holdings, Int limit, const Limits& limits) {
   const Ints order = all_by_falling_area(shards.area, static_cast<Int>(shards.rank.size()));
   for (Int pass = 0; pass < limits.gathering_passes; ++pass) {

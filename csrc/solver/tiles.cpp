@@ -1,5 +1,5 @@
-// What megatron_magi/ops/hopper/native.py calls. A plan is begun, its passes are found here or given, and it is written
-// to memory of the caller, which ends it. Every number is that of the planner in Python.
+// Called by megatron_magi/ops/hopper/native.py: begins a plan, finds its passes or takes given ones, and writes the
+// plan to memory of the caller, which ends it. Results are equal to those of the Python planner.
 #include "tiles.hpp"
 
 #define MAGI_EXPORT extern "C" __attribute__((visibility("default")))
@@ -9,7 +9,7 @@ using magi::Tiles;
 
 static_assert(sizeof(magi::Band) == 6 * sizeof(Int));
 
-// Raised whenever results or arguments change: a library that was built from other sources is not used.
+// Must be incremented whenever results or arguments change, so that a library built from other sources is rejected.
 MAGI_EXPORT Int magi_tiles_version() { return 3; }
 
 // `counts` receives the number of tiles, of pieces, and of passes; -1 where these are to be given.

@@ -1,4 +1,4 @@
-// Tiles of a mask for the attention kernels: the meaning of each function is that of its namesake in
+// Tiles of a mask for the attention kernels; functions are equivalent to those of the same names in
 // megatron_magi/ops/hopper/tiles.py and cuts.py.
 #pragma once
 
@@ -20,7 +20,7 @@ struct Band {
 
   bool is_rectangle() const { return d_lo == -kNoDiagonal && d_hi == kNoDiagonal; }
 
-  // Makes it as small as it can be; false if nothing is left.
+  // Makes the band tight; false if it is empty.
   bool tighten() {
     if (d_lo >= d_hi) return false;
     q0 = std::max(q0, k0 - d_hi + 1);
@@ -85,7 +85,7 @@ void cut_rows(const Bands& bands, const Ints& bounds, Visit visit) {
   }
 }
 
-// Joins rectangles of the same rows whose columns touch.
+// Joins rectangles of the same rows with adjacent columns.
 inline Bands join_columns(const Bands& bands) {
   Bands sorted = bands;
   std::stable_sort(sorted.begin(), sorted.end(), [](const Band& a, const Band& b) {
@@ -109,7 +109,7 @@ struct Columns {
   Ints length, shared;
 };
 
-// Of the rows between two breaks: columns that they see, and those of them that the rows before see too.
+// For the rows between two breaks: number of columns that they see, and of those that the preceding rows see too.
 inline Columns segment_columns(const Bands& bands, const Ints& breaks) {
   const Int count = static_cast<Int>(breaks.size()) - 1;
   Columns out{Ints(count), Ints(count)};
@@ -123,7 +123,7 @@ inline Columns segment_columns(const Bands& bands, const Ints& breaks) {
     }
     return out;
   }
-  // Of disjoint rectangles all but those that end or begin go on at a break.
+  // With disjoint rectangles, only those that end or begin change at a break.
   Ints begun(count + 1), ended(count + 1);
   std::vector<Ranges> changed(count + 1);
   for (const Band& band : bands) {
@@ -210,7 +210,7 @@ struct Tiles {
   Int num_pieces() const { return static_cast<Int>(pieces.size()); }
   Int num_passes() const { return pass_of_piece.empty() ? 0 : pass_of_piece.back() + 1; }
 
-  // Puts what lies close together into one pass; false, and nothing done, if then a row has two intervals in a pass.
+  // Groups close pieces into passes; returns false, without changes, if a row would have two intervals in a pass.
   bool assign() {
     const Int count = num_pieces(), reach = shape.block_n / 2;
     Ints order(count), group(count);

@@ -1,4 +1,4 @@
-"""Attention over all ranks of a context-parallel group: a plan, carried out; and prepared ahead."""
+"""Attention over all ranks of a context-parallel group: execution of plans, and preparation of batches."""
 
 from megatron_magi.attention.distributed import distributed_attention
 from megatron_magi.attention.kernels import needed_kernels

@@ -1,4 +1,4 @@
-"""What a call of distributed attention is: compared with other ranks', and checked where that was asked for."""
+"""The record of a call of distributed attention, which ranks compare, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_magi.plan import RankPlan
 
 
 class AttentionCall(NamedTuple):
-    """What ranks must agree on to attend, in addition to the plan. Rows differ with the rank; the plan says how many.
+    """What ranks must agree on in addition to the plan; the number of rows of each rank is in the plan.
 
     Attributes:
         sink: layout, number of sinks, and whether its gradient is wanted.
-        gradient: there will be a backward, which is collective.
+        gradient: a backward will follow, which is collective.
     """
 
     operation: str
@@ -51,7 +51,7 @@ class AttentionCall(NamedTuple):
         max_logits: bool,
         sanity_check: bool,
     ) -> AttentionCall:
-        """The call with these tensors, whose shapes have been checked."""
+        """The record for these tensors, whose shapes have been checked."""
         wants = sink is not None and sink.requires_grad
         (_, num_heads_q, head_dim), (_, num_heads_kv, head_dim_v) = q.shape, v.shape
         return cls(
@@ -110,7 +110,7 @@ def check_inputs(
 
 
 def check_static(plan: RankPlan, module: ModuleType, sanity_check: bool) -> None:
-    """Raises ValueError where tables of a static plan would not be read: by another implementation, or on the host."""
+    """Raises ValueError if a static plan cannot be used: with another implementation, or with checks on the host."""
     is_read = module.TAKES_MEMO
     if is_static(plan.bands[0]) and (sanity_check or not is_read):
         impl = next((name for name, known in IMPLS.items() if known is module), module.__name__)

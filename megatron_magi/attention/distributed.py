@@ -1,4 +1,4 @@
-"""Distributed attention: forward and backward walk the schedule of a plan and decide nothing."""
+"""Distributed attention: forward and backward execute the schedule of a plan, without decisions of their own."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from megatron_magi.variables import NATIVE_COLLECTIVES
 _DEFAULTS = MagiConfig()
 _PLAIN = (float, int, bool, str)
 _MOST_CALLS = 64
-"""Kinds of calls that are remembered with a plan; trainers have a few."""
+"""Most kinds of calls that are cached with a plan; trainers have a few."""
 _MOST_MADE = 256
-"""Passes of stages that a kind remembers: of each stage a few, which differ in strides and streams."""
+"""Most passes of stages that a kind caches: a few for each stage, which differ in strides and streams."""
 
 
 @outside_graphs
@@ -125,14 +125,14 @@ def distributed_attention(
 
 
 def _key(q, k, v, sink, group, config: MagiConfig, *options: object) -> tuple | None:
-    """Of calls that differ in nothing but addresses and content of their tensors; None where that cannot be told."""
+    """Cache key of calls that differ only in addresses and content of their tensors; None if there is none."""
     for t in (q, k, v) if sink is None else (q, k, v, sink):
         if not isinstance(t, torch.Tensor):
             return None
     for option in options:
         if option is not None and type(option) not in _PLAIN:
             return None
-    # The configuration is kept by the call, so that no other can have its identity.
+    # The cached call keeps the configuration alive, so that its id stays unique.
     return (
         None if group is None else ref(group), id(config), options,
         torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
@@ -144,7 +144,7 @@ def _key(q, k, v, sink, group, config: MagiConfig, *options: object) -> tuple | 
 
 
 def _no_group() -> None:
-    """Stands for a reference to the group of one rank."""
+    """Replaces a weak reference to the group, for one rank."""
 
 
 def _make_kind(
@@ -176,7 +176,7 @@ def _make_kind(
 def _make_call(kind: Kind, plan: RankPlan) -> Call:
     (q, _, v), config, module = kind.layouts, kind.config, kind.module
     attend = config.attend
-    # Where nothing is fetched, no collective runs at the same time as attention.
+    # If nothing is fetched, no collective runs concurrently with attention.
     margins = (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
     options = [make_options(q, kind.softmax_scale, kind.softcap, kind.deterministic, margin) for margin in margins]
     remembers, casts = module.TAKES_MEMO, plan_casts(plan, q.device)
@@ -202,7 +202,7 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
         return_max_logits=kind.return_max_logits,
         record=kind.record,
         backward_record=kind.record._replace(operation="attention backward", gradient=False),
-        # Weak: what is remembered holds device memory, which those bound who make it.
+        # Weak references: cached objects hold device memory, which their own caches bound.
         hints=tuple(
             ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
             for _ in plan.bands
@@ -216,14 +216,14 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
 
 
 def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
-    """Has calls of a plan find all they launch, if they are those that were made of another one.
+    """Prepares the launches of a plan, for the calls that were made with an earlier plan.
 
-    Collective where those are: room for the rows of both passes is made on all ranks first. Ranks may make other passes
-    ready than their peers, so these must ask nothing of them. What cannot be foreseen calls make themselves.
+    Collective if those calls are: memory for the rows of both passes is allocated on all ranks first. After that, ranks
+    may prepare different passes, so preparation must not communicate. Calls make whatever was not prepared.
 
     Args:
         plan: on its device, not called yet.
-        like: of an earlier batch; its kernels are of the current stream.
+        like: plan of an earlier batch, whose calls ran on the current stream.
     """
     if (plan.num_rows, plan.cp_size) != (like.num_rows, like.cp_size) or plan.runtime.tail is not None:
         return
@@ -233,16 +233,16 @@ def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
             call = known[key] = _make_call(earlier.kind, plan)
             _make_room(*call.kind.layouts[1:], call, plan)
             earlier.note_made()
-            if call.delta_memo is not None:  # the implementation remembers
+            if call.delta_memo is not None:  # the implementation caches passes
                 call.make_ready()
 
 
 def _make_room(k: torch.Tensor, v: torch.Tensor, call: Call, plan: RankPlan) -> None:
-    """Has collectives get the memory that the stages of both passes take, before anything of the step waits for it."""
+    """Lets collectives allocate the memory for all stages of both passes, before the step waits for any of them."""
     of_keys, of_gradients = (
         RowLayout.make((k.shape[1:], v.shape[1:]), (dtype, dtype)) for dtype in (k.dtype, _partial_dtype(k, call))
     )
-    # Where a graph is captured, one of a backward may follow, when memory grows no more.
+    # During capture, the backward may be captured later, when memory can no longer grow.
     back = of_gradients if call.record.gradient or call.tail is not None else None
     joined = joined_cast(plan, k.device) if call.one_launch is not None and plan.degree else None
     casts = call.casts if joined is None else tuple(dict.fromkeys((*call.casts, joined)))
@@ -258,7 +258,7 @@ def _make_room(k: torch.Tensor, v: torch.Tensor, call: Call, plan: RankPlan) -> 
 
 
 def _partial_dtype(k: torch.Tensor, call: Call) -> torch.dtype:
-    """Of the gradients of fetched keys."""
+    """Dtype of the gradients of fetched keys."""
     return accumulate_dtype(k.dtype) if call.config.comm.backward_high_precision_reduce else k.dtype
 
 
@@ -274,7 +274,7 @@ def _agree(
     plan: RankPlan,
     dout: torch.Tensor | None = None,
 ) -> None:
-    """Before anything is sent: the ranks mean the same, and where that was asked for tensors are finite."""
+    """Before anything is sent: compares calls, and with ``sanity_check`` checks that tensors are finite."""
     if record.sanity_check:
         tensors = dict(zip(("q", "k", "v", "sink", "dout"), (*qkv_sink, dout), strict=True))
         require_finite(tensors, describe_row(plan))
@@ -288,7 +288,7 @@ class _DistributedAttention(torch.autograd.Function):
         ctx.call, ctx.plan = call, plan
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sink, out, lse, *saved_keys)
-        # One call: a second one would take the place of the first.
+        # One call for both: a second one would replace the first.
         ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))
         return out, lse, max_logits
 
@@ -298,7 +298,7 @@ class _DistributedAttention(torch.autograd.Function):
         q, k, v, sink, out, lse, *saved_keys = ctx.saved_tensors
         call: Call = ctx.call
         if dout is None:
-            # Nothing depends on the output here, but other ranks' keys may need this rank to take part.
+            # Nothing here depends on the output, but this rank must take part for the gradients of other ranks' keys.
             dout = torch.zeros_like(out)
         with _calls(call.group, call.cp_size, call.config) as calls:
             _agree(calls, call.backward_record, (q, k, v, sink), call, ctx.plan, dout)
@@ -319,7 +319,7 @@ class _DistributedAttention(torch.autograd.Function):
 
 
 def _attend(q, k, v, sink, call: Call) -> tuple[tuple, Sequence[torch.Tensor]]:
-    """Output, lse and largest logits, and the fetched keys and values that the backward takes."""
+    """Output, lse and largest logits, and the fetched keys and values that the backward uses."""
     if call.one_launch is not None:
         found = call.one_launch.forward(q, k, v, sink, call.forward_options, call.return_max_logits)
         if found is not None:
@@ -358,7 +358,7 @@ class _Forward:
         call = self._call
         self._out, self._lse, max_logits = forward_pass(
             (self._q, k, v), self._call.bands[stage], call.forward_options, call.module,
-            self._sink if stage == 0 else None,  # once: it is one term of the denominator
+            self._sink if stage == 0 else None,  # in one stage only: it is one term of the denominator
             call.return_max_logits,
             accumulate_dtype(self._q.dtype) if call.accumulates else self._q.dtype,
             None if self._out is None else (self._out, self._lse),
@@ -370,7 +370,7 @@ class _Forward:
 
 
 def _backward_at_once(dout, qkv, out, lse, call: Call, wants_delta: bool) -> tuple | None:
-    """Gradients and delta in one launch over all stages, where that is done."""
+    """Gradients and delta in one launch over all stages; None if stages must be run."""
     if call.one_launch is None or not backward_pays((qkv[0].shape[2], qkv[2].shape[2])):
         return None
     dtype = _partial_dtype(qkv[1], call) if call.casts else qkv[1].dtype
@@ -378,7 +378,7 @@ def _backward_at_once(dout, qkv, out, lse, call: Call, wants_delta: bool) -> tup
 
 
 class _Backward:
-    """One backward pass: dq stays here; dk and dv of fetched keys travel back to their owners."""
+    """One backward pass: dq is local; dk and dv of fetched keys are sent back to their owners."""
 
     def __init__(self, dout, q, k, v, lse, delta, saved_keys, call: Call) -> None:
         self._dout, self._q, self._k, self._v = dout, q, k, v
@@ -391,9 +391,9 @@ class _Backward:
         self._dq: torch.Tensor | None = None
         self._dk: torch.Tensor | None = None
         self._dv: torch.Tensor | None = None
-        # Partial sums meet in these gradients, if there are any, so they are kept wide until the end.
+        # If several partial sums are added to these gradients, they are fp32 until the end.
         self._wide = accumulate_dtype(q.dtype) if call.accumulates else q.dtype
-        self._is_local_done = False  # then only reductions add to dk and dv
+        self._is_local_done = False  # once True, only reductions add to dk and dv
         self._shared: dict[str, Any] = {}
         if call.sums_meet:
             self._shared["shared"] = call.module.SharedSums(len(call.bands))
@@ -407,7 +407,7 @@ class _Backward:
                 self._attend(step.stage)
             else:
                 self._reduce(step.stage)
-        # Waited for in the order of the schedule, so sums are formed in the same order each time.
+        # Waited for in the order of the schedule, so that sums have a fixed order.
         for handle in self._reduces:
             handle.wait()
         assert self._dq is not None and self._dk is not None and self._dv is not None
@@ -419,7 +419,7 @@ class _Backward:
         if stage == 0:
             k, v = self._k, self._v
             grad_dtype = self._wide
-            # Nothing to add to yet: the gradients are written as they are, without zeros before.
+            # The first gradients are written, not added, so that nothing has to be zeroed.
             is_first = self._dq is None or (call.sums_meet and self._dk is None)
             into = (None, None) if is_first else self._own_gradients()
         else:
@@ -439,17 +439,17 @@ class _Backward:
             self._dk, self._dv, self._is_local_done = dk, dv, True
 
     def _own_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """dk and dv of this rank's keys so far."""
+        """dk and dv of this rank's keys, accumulated so far."""
         if self._dk is None or self._dv is None:
             self._dk, self._dv = _zeros(self._k, self._wide), _zeros(self._v, self._wide)
         return self._dk, self._dv
 
     def _reduce(self, stage: int) -> None:
         if len(self._reduces) > 1:
-            self._reduces.pop(0).wait()  # at most two in flight: bounds the memory of the buffers
+            self._reduces.pop(0).wait()  # at most two in flight, to bound the memory of buffers
         call = self._call
         while self._is_local_done and any(handle.adds_late for handle in self._reduces):
-            self._reduces.pop(0).wait()  # or both would add to dk and dv, each on a stream of its own
+            self._reduces.pop(0).wait()  # else both would add to dk and dv concurrently, on different streams
         handle = group_reduce(
             list(self._partial.pop(stage)),
             call.casts[stage - 1],
@@ -471,7 +471,7 @@ def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _narrow(grads: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """The gradients in a dtype: one launch for all that have another."""
+    """Converts the gradients to a dtype, in one launch."""
     wide = [grad for grad in grads if grad.dtype != dtype]
     if not wide:
         return grads

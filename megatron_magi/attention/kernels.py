@@ -1,4 +1,4 @@
-"""The kernels that distributed attention of a model can take, attention's own and those that move rows."""
+"""The kernels that distributed attention of a model can use, for attention and for communication."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from megatron_magi.ops.hopper.one_launch import backward_pays
 from megatron_magi.ops.merge import accumulate_dtype
 
 Kernels = list[tuple[str, tuple[str, ...]]]
-"""Source below the folder of the sources, and macros, of each."""
+"""Source, relative to the source folder, and macros of each."""
 
 
 def needed_kernels(
     shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls: bool = False, captured: bool = False
 ) -> Kernels:
-    """Kernels that attention of a shape can take under any mask; none where the Hopper kernels do not compute.
+    """Kernels that attention of a shape can use under any mask; none if the Hopper kernels are not used.
 
     Args:
         shape: heads and dtype.
         config: how it is executed.
         cp_size: number of ranks.
-        rolls: int64 and fp32 numbers, one a row, are rolled as well, as in multi-token prediction.
-        captured: also those of static plans.
+        rolls: also for `roll` of int64 and fp32 values, one for each row, as in multi-token prediction.
+        captured: also kernels of static plans.
     """
     if shape.num_sms is None:
         return []

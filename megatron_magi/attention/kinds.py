@@ -1,4 +1,4 @@
-"""What calls of attention have in common that differ in nothing but addresses, and with calls of other masks."""
+"""State shared by calls of attention that differ only in addresses (`Call`), and by calls of other masks (`Kind`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def living(group_ref: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGro
     """The group of a reference.
 
     Raises:
-        RuntimeError: it has ended: None would stand for another one.
+        RuntimeError: it was destroyed; None would mean the default group.
     """
     group = group_ref()
     if group is None:
@@ -37,14 +37,14 @@ def living(group_ref: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGro
 
 
 class Kind(NamedTuple):
-    """What calls of one kind share, whatever their mask.
+    """State shared by calls of one kind, independent of the mask.
 
     Attributes:
         layouts: of q, k and v.
-        made: of earlier masks, by form, stage, pass and layout: what makes the kernels of another mask of that form
-            (`Call.form`). Calls of later masks add to it.
-        makers: likewise of those in one launch (`OneLaunch.makers`), by whether keys are fetched.
-        room: for how many rows collectives have memory, as `CastFacts.most`; empty where that is not known.
+        made: functions that make the kernels for another mask, by form (`Call.form`), stage, pass and layout; added by
+            calls.
+        makers: likewise for passes in one launch (`OneLaunch.makers`), without and with fetched keys.
+        room: rows for which collectives have memory, as `CastFacts.most`; empty if not known.
     """
 
     layouts: tuple[Layout, Layout, Layout]
@@ -64,22 +64,22 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What calls fix that differ in nothing but addresses and content of their tensors.
+    """State shared by calls that differ only in addresses and content of their tensors.
 
-    It is kept with the plan, to which it does not refer: a cycle would keep device memory until the garbage collector
-    runs. Nor does it keep the group, which may end before the plan.
+    It is kept with the plan and does not refer back to it: a cycle would keep device memory until the garbage collector
+    runs. Nor does it keep the group alive, which may be destroyed before the plan.
 
     Attributes:
-        kind: what calls of other masks share with it.
-        group_ref, config, module, sink_layout, return_max_logits, record: those of ``kind``, at hand for each call.
+        kind: state shared with calls of other masks.
+        group_ref, config, module, sink_layout, return_max_logits, record: those of ``kind``, for fast access.
         module: the implementation.
-        record, backward_record: what other ranks must mean too.
-        hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
-        delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
-        tail: rows behind those that are fetched, to be cleared; None where their number is known.
-        stage_tables: see `know_stages`; None where there is nothing to do.
-        comm_impl: of the collectives; where the host does not know the number of rows, the one that need not.
-        one_launch: passes over all stages at once, where that pays and the implementation has them.
+        record, backward_record: compared with other ranks.
+        hints: caches of the implementation, for the forward and backward of each stage.
+        delta_memo: likewise, for `row_delta`; None if the implementation does not cache.
+        tail: rows after the fetched ones, to be zeroed; None if the number of fetched rows is known on the host.
+        stage_tables: see `know_stages`; None if there is nothing to do.
+        comm_impl: of the collectives; one that reads numbers of rows on the device if the host does not know them.
+        one_launch: passes over all stages at once, if the implementation has them and they are faster.
     """
 
     kind: Kind
@@ -109,18 +109,18 @@ class Call:
         """The ranks; None for one.
 
         Raises:
-            RuntimeError: the group has ended.
+            RuntimeError: the group was destroyed.
         """
         return self.group_ref() if self.cp_size == 1 else living(self.group_ref)
 
     @property
     def accumulates(self) -> bool:
-        """Whether several stages' partial results meet, and are kept wide until the end."""
+        """Whether partial results of several stages are merged, in fp32 until the end."""
         return bool(self.casts)
 
     @cached_property
     def sums_meet(self) -> bool:
-        """Whether the backward passes of the stages are parts of one, which writes dq in the end."""
+        """Whether the backward passes of the stages share the sums of dq, which the last one converts to dq."""
         (q, k, v), of_keys = self.kind.layouts, [cast.num_recv for cast in self.casts]
         if not self.module.TAKES_MEMO:
             return False
@@ -128,13 +128,13 @@ class Call:
 
     @property
     def form(self) -> tuple[bool, bool]:
-        """What passes over tensors of equal layouts differ in from mask to mask: dtypes of partial results and margins
-        of SMs, where keys are fetched, and whether the passes of a backward are parts of one.
+        """How passes over tensors of equal layouts depend on the mask: dtypes of partial results and SM margins, which
+        depend on whether keys are fetched, and whether backward passes share sums of dq.
         """
         return self.accumulates, self.sums_meet
 
     def _memos(self) -> Iterator[tuple[int, int, MutableMapping, np.ndarray, int]]:
-        """Where passes are remembered: stage and pass as in `Kind.made`, what they are over, and how many keys."""
+        """Caches of passes: stage and pass as in `Kind.made`, the cache, bands, and number of keys."""
         own, of_keys = self.kind.layouts[0].shape[0], [cast.num_recv for cast in self.casts]
         for stage, (bands, count) in enumerate(zip(self.bands, (own, *of_keys), strict=True)):
             for which in (0, 1):
@@ -142,21 +142,21 @@ class Call:
                     yield stage, which, self.hints[stage][which]["memo"], bands, count
 
     def know_stages(self) -> None:
-        """Before stages run: those of their tables that were prepared are found from now on."""
+        """Registers prepared tables of stages, before stages run."""
         if self.stage_tables is not None:
             self.stage_tables()
 
     def note_made(self) -> None:
-        """Tells the kind what calls of this mask have found out."""
+        """Adds the passes of this mask to the kind."""
         for stage, which, memo, *_ in self._memos():
             for layout, known in memo.items():
                 self.kind.made.put((self.form, stage, which, layout), known.make, 0)
 
     def make_ready(self) -> None:
-        """Makes what calls of other masks on the current stream have found out for this one.
+        """Makes the passes that calls of other masks used on the current stream, for this mask.
 
-        Layouts begin with their stream. Calls on another one make theirs: there they wait for the tables, and keep
-        the memory of these until it has used them.
+        The first entry of a layout is its stream. Calls on other streams make their own passes: there they must wait
+        for the tables and keep their memory alive.
         """
         made, stream = self.kind.made.items(), current_stream(self.kind.layouts[0].device)
         for stage, which, memo, bands, count in self._memos():

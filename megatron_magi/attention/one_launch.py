@@ -1,6 +1,6 @@
-"""Attention in one launch over all stages: own keys, and behind them those of all stages, which arrive meanwhile.
+"""Attention in one launch over own keys and the fetched keys of all stages, which arrive while it runs.
 
-Where no keys arrive, as for one rank, it is one over own keys.
+If no keys are fetched, as for one rank, it is a launch over own keys.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Fetched:
     """A `megatron_magi.ops.hopper.one_launch.Remote`.
 
     Attributes:
-        cast: brings the keys of all stages.
-        group: gives the ranks, and raises RuntimeError when these do not exist any more.
+        cast: fetches the keys of all stages.
+        group: returns the ranks; raises RuntimeError if the group was destroyed.
         impl: of the cast.
     """
 
@@ -84,16 +84,16 @@ def one_launch_of(
     group: Callable[[], dist.ProcessGroup | None],
     makers: LruCache[tuple, Maker],
 ) -> OneLaunch:
-    """For a plan. ``group`` as of `Fetched`, ``makers`` as of `OneLaunch`."""
+    """The `OneLaunch` of a plan; ``group`` as in `Fetched`, ``makers`` as in `OneLaunch`."""
     remote = Fetched(joined_cast(plan, device), group, impl) if plan.degree else None
     is_prepared, numbers = bool(plan.runtime.tables), plan.runtime.mask_numbers
     return OneLaunch(joined_bands(plan), plan.num_rows, makers, remote, is_prepared, numbers)
 
 
 def joined_bands(plan: RankPlan, made: np.ndarray | None = None) -> np.ndarray:
-    """The mask of a plan over own keys and those of all stages, read-only int64 ``[n, 6]``; made once a plan.
+    """The mask of a plan over own keys and those of all stages, read-only int64 ``[n, 6]``; made once for a plan.
 
-    ``made``: by another process, for the same plan.
+    ``made``: the result, if another process has made it for the same plan.
     """
     if not plan.transfers:
         return plan.bands[0]
@@ -108,22 +108,22 @@ def joined_bands(plan: RankPlan, made: np.ndarray | None = None) -> np.ndarray:
 
 
 def is_alone(plan: RankPlan, dims: tuple[int, int]) -> bool:
-    """Whether no rank fetches anything, and kernels take heads of such dims as they are."""
+    """Whether no rank fetches anything, and kernels have exactly these head dims."""
     return not plan.degree and not is_static(plan.bands[0]) and kernel_dims(dims) == dims
 
 
 def pays(plan: RankPlan, dims: tuple[int, int], impl: str) -> bool:
-    """Whether the forward of a plan is to be one launch, and kernels and collectives can; the same on all ranks.
+    """Whether the forward of a plan is one launch: enabled and supported by kernels and collectives; same on all ranks.
 
     Args:
         plan: of this rank.
-        dims: of a head of q and k, and of v; narrower than those of the kernels, they take copies.
+        dims: head dims of q and k, and of v; copies would be needed if they are smaller than those of the kernels.
         impl: of the collectives.
     """
     if not plan.one_launch:
         return False
     if not plan.degree or plan.schedule.saved_stage is not None or plan.schedule.forward[-1].stage == 0:
-        return False  # stages are kept, or are to follow each other without overlap
+        return False  # the backward reuses a stage's keys (hide_tail_reduce), or stages must not overlap
     if plan.transfers[0].levels is not None or kernel_dims(dims) != dims:
         return False
     return may_announce(plan.cp_size, impl)

@@ -1,8 +1,8 @@
-"""A prepared batch: all that attention needs of a microbatch, made ahead of its step, on the CPU.
+"""A prepared batch: everything attention needs for a microbatch, made on the CPU before its step.
 
 A worker process of a data loader, or a thread, makes it (`prepare_batch`): plans of this rank, index arrays of their
-collectives, tile plans of both passes and every stage. Nothing of that needs a GPU. When the microbatch is due,
-`PreparedBatch.to` copies all of it to the device in one asynchronous copy. The layers then look up and launch.
+collectives, tile plans of both passes and every stage. None of this needs a GPU. In the step of the microbatch,
+`PreparedBatch.to` copies all of it to the device in one asynchronous copy. Layers then only look up tables and launch.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class AttnShape(NamedTuple):
         head_dim: of queries and keys.
         head_dim_v: of values.
         dtype: of q, k and v.
-        num_sms: streaming multiprocessors of the GPU, if the Hopper kernels will compute (`kernels_for`); None where
-            another implementation does, for which there is nothing to prepare.
+        num_sms: streaming multiprocessors of the GPU, if the Hopper kernels are used (`kernels_for`); None for another
+            implementation, for which there is nothing to prepare.
     """
 
     num_heads_q: int
@@ -63,30 +63,30 @@ class AttnShape(NamedTuple):
     num_sms: int | None = None
 
     def kernels_for(self, device: torch.device | str, impl: str = "auto") -> AttnShape:
-        """The shape with `num_sms` of a device, or None where ``impl`` does not mean the Hopper kernels there."""
+        """The shape with `num_sms` of a device, or with None if ``impl`` does not select the Hopper kernels there."""
         device = torch.device(device)
         takes = impl in ("auto", "ffa") and hopper.takes(device, self.dtype, (self.head_dim, self.head_dim_v))
         return self._replace(num_sms=hopper.sm_count(device) if takes else None)
 
 
 class _Closed(Sendable[tuple[MaskTables, ...]]):
-    """Tables that stay packed where they arrive until they are asked for."""
+    """Tables that stay packed after transfer until first use."""
 
     def _pinned(self, parts: tuple[MaskTables, ...]) -> tuple[MaskTables, ...]:
-        return parts  # arrays that go to the device are not among them
+        return parts  # without the arrays that are copied to the device
 
 
 @dataclass(frozen=True, eq=False)
 class _PreparedPlan:
-    """A `RankPlan` with what its collectives and stages need, apart from the arrays.
+    """A `RankPlan` with the tables of its collectives and stages, without the arrays.
 
     Attributes:
         plan: of this rank.
         casts: one for each stage, and one for all stages at once if one launch is prepared and there are several.
         tables: for the bands of each stage; if one launch is prepared, for the bands of all stages at once; or empty.
-        stages: tables for the bands of each stage, if one launch is prepared: they are seldom needed.
+        stages: tables for the bands of each stage, if one launch is prepared; seldom needed.
         joined: the bands of all stages at once, if one launch is prepared.
-        num_arrays, num_tile_plans: number of arrays of all these, and of tile plans.
+        num_arrays, num_tile_plans: total number of arrays, and of tile plans.
         numbers: the mask's numbers for a forward and a backward in one launch, if these are prepared.
     """
 
@@ -152,16 +152,15 @@ class PreparedBatch(Sendable[_Parts]):
         return parts._replace(packed=parts.packed.pin_memory())
 
     def to(self, device: torch.device | str, like: Mapping[Any, RankPlan] | None = None) -> dict[str, Tensor]:
-        """Brings everything to ``device`` and makes the plans ready to run there.
+        """Copies everything to ``device`` and makes the plans ready to run there.
 
-        One copy, queued on the current stream; the host does not wait. Call it in the thread and on the stream in
-        which the layers will run.
+        One asynchronous copy on the current stream. Call it in the thread and on the stream in which the layers will
+        run.
 
         Args:
             device: where the layers run.
-            like: `plans` of an earlier batch that layers have run with: launches like theirs are prepared now instead
-                of in the first layer. Best while the device is busy with that batch. Collective over the ranks of the
-                plans.
+            like: `plans` of an earlier batch that layers have used: the same launches are prepared now instead of in
+                the first layer. Best while the device is busy with that batch. Collective over the ranks of the plans.
 
         Returns:
             The ``arrays`` of `prepare_batch`, on the device.
@@ -170,10 +169,10 @@ class PreparedBatch(Sendable[_Parts]):
         tensors = parts.packed.to(device)
         ready = None
         if tensors and tensors[0].is_cuda:
-            device = tensors[0].device  # with its number
+            device = tensors[0].device  # with its index
             stream = torch.cuda.current_stream(device)
             ready = Ready(stream.record_event(), stream.cuda_stream)
-        # All arrays lie in one block, which lives as long as any of them.
+        # All arrays are views of one block of memory, which lives as long as any of them.
         num_tile_plans = sum(prepared.num_tile_plans for prepared in parts.plans.values())
         plan_bytes = -(-parts.packed.num_bytes // max(num_tile_plans, 1))
         at = len(parts.names)
@@ -224,12 +223,12 @@ def prepare_batch(
 
     Args:
         plans: this rank's plans by name, ``plan.for_rank(cp_rank)``.
-        shape: heads and dtype of the attention. Layers of another shape work too; they make what they need themselves.
+        shape: heads and dtype of the attention. Layers of another shape work too, but make their tables themselves.
         config: how the plans were made and will be run.
-        arrays: what else is to travel in the same copy, such as positions.
-        needs_backward: False where no gradients are asked for.
-        like: `StaticPlans.facts`, for static plans that will be loaded with these: by plan and stage, what kernels and
-            tile shapes are chosen by.
+        arrays: other arrays for the same copy, such as positions.
+        needs_backward: False if no gradients are needed.
+        like: `StaticPlans.facts`, if these plans will be loaded into static plans: by plan and stage, the facts by
+            which kernels and tile shapes are chosen.
 
     Raises:
         ValueError: an argument is of another type, or a plan has more stages than what it is to be like; the message
@@ -292,13 +291,13 @@ def _prepare_plan(
     sums_meet = needs_backward and facts_meet(facts, problems, _is_deterministic(config))
     at_once = None
     if one_launch and needs_backward and backward_pays(dims):
-        at_once = _backward_use(plan, shape, problems[0], config, True, sums_meet=True)  # which writes dq in its dtype
+        at_once = _backward_use(plan, shape, problems[0], config, True, sums_meet=True)  # it writes dq in its dtype
     shapes = _pass_shapes(plan, shape, problems[0], config, needs_backward, one_launch)
     for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
         writes_dq = stage == first == 0
         use = _backward_use(plan, shape, problem, config, writes_dq, sums_meet) if needs_backward else None
         if stage == 0 and at_once is not None and not joined_transfer(plan).num_recv:
-            use = replace(use, rooms=(*use.rooms, *at_once.rooms))  # as this rank's own keys are all
+            use = replace(use, rooms=(*use.rooms, *at_once.rooms))  # the case of a rank that fetches nothing
         of_own = shapes if stage == 0 and shapes is not None and not shapes.forward.num_arriving else None
         table, made = make_tables(bands, problem, use, config.dispatch.planner, facts[stage], of_own)
         tables.append(table)

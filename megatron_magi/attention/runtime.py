@@ -1,4 +1,4 @@
-"""A rank's plan on its device: what the steps of a schedule need, made once a plan and device."""
+"""A rank's plan on its device: arguments of its collectives, made once for a plan and device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_magi.plan import RankPlan, Transfer
 
 
 def cast_tables(transfer: Transfer) -> CastTables | LevelTables:
-    """A transfer as arrays for collectives: in two levels where the plan has them."""
+    """A transfer as arrays for collectives: in two levels if the plan has nodes."""
     t, levels = transfer, transfer.levels
     if levels is None:
         peers = PeerRows(t.owner_rows, t.first_there, t.first_back, t.most_rows, t.most_recv, t.most_send)
@@ -52,7 +52,7 @@ def plan_casts(plan: RankPlan, device: torch.device) -> tuple[Args, ...]:
 
 
 def cleared(tensors: list[torch.Tensor], tail: torch.Tensor | None) -> list[torch.Tensor]:
-    """The tensors, with zeros in the rows ``tail``, which kernels may read behind those that have come."""
+    """The tensors, with zeros in the rows ``tail``, which kernels may read after the received ones."""
     if tail is not None:
         for t in tensors:
             t.index_fill_(0, tail, 0)
@@ -60,12 +60,12 @@ def cleared(tensors: list[torch.Tensor], tail: torch.Tensor | None) -> list[torc
 
 
 def joined_transfer(plan: RankPlan) -> Transfer:
-    """The transfer of the rows of all stages at once, of which there is one at least."""
+    """The transfer of the rows of all stages, at least one, at once."""
     return plan.transfers[0] if plan.joined is None else plan.joined
 
 
 def joined_cast(plan: RankPlan, device: torch.device) -> Args:
-    """Arguments of the collective that brings the rows of all stages at once; kept like `plan_casts`."""
+    """Arguments of the collective that fetches the rows of all stages at once; kept like `plan_casts`."""
     if plan.joined is None:
         return plan_casts(plan, device)[0]
     cast = plan.runtime.joined_casts.get(device)

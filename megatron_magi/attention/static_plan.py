@@ -1,4 +1,4 @@
-"""Plans whose tables stay where they are, for attention that a CUDA graph has captured."""
+"""Plans whose tables are at fixed addresses, for attention in captured CUDA graphs."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _NOTHING.setflags(write=False)
 
 
 class StaticPlans:
-    """Plans of a rank by name, such as one for each kind of layer, in device memory that stays.
+    """Plans of a rank by name, such as one for each kind of layer, in device memory at fixed addresses.
 
-    `distributed_attention` takes them as other plans, with the Hopper kernels and, on several ranks, where these reach
-    each other's memory (``comm.impl`` ``native``). A CUDA graph that has captured such calls is replayed for another
-    microbatch after `load`; it refers to memory of this object. Kernels and tile shapes are chosen for the first plans;
-    other masks get the same. Making it is collective over the group.
+    `distributed_attention` takes them like other plans, with the Hopper kernels and, on several ranks, if these can
+    access each other's memory (``comm.impl`` ``native``). A CUDA graph that has captured such calls can be replayed for
+    another microbatch after `load`; it refers to memory of this object. Kernels and tile shapes are chosen for the
+    first plans and used for all masks. Making it is collective over the group.
 
     Args:
         plans: of the first microbatch, which is loaded. On several ranks of at most one remote stage
             (``OverlapConfig(degree=1)``), with ``comm.ranks_per_node`` None.
         device: a Hopper GPU.
         group: the ranks; None for one.
-        headroom: how many times as long as the longest tables of ``plans`` and ``samples`` those of other masks may be,
-            at least 1, and how many times as many rows may be fetched. The same on all ranks.
-        samples: plans of other microbatches for which there is to be room, the same ones on all ranks. Kernels are
-            chosen for the first of them, if there is one.
+        headroom: capacity of tables, and of fetched rows, as a multiple of the longest of ``plans`` and ``samples``; at
+            least 1. The same on all ranks.
+        samples: plans of other microbatches that must fit, the same ones on all ranks. Kernels are chosen for the first
+            of them, if any.
 
     Attributes:
-        plans: to be attended by, in eager mode or captured; run each call once before it is captured.
-        facts: for `prepare_batch` of later microbatches, so that all tables are there when `load` looks for them.
+        plans: for `distributed_attention`, in eager mode or captured; run each call once before it is captured.
+        facts: for `prepare_batch` of later microbatches, so that it prepares the tables that `load` needs.
 
     Raises:
         ValueError: an argument, named in the message, is not as above.
@@ -83,22 +83,22 @@ class StaticPlans:
         self._load(plans)
 
     def load(self, plans: Mapping[Any, RankPlan]) -> str | None:
-        """Makes the static plans those of another microbatch, for what is queued on the current stream from now on.
+        """Loads the plans of another microbatch, for work that is queued on the current stream afterwards.
 
-        Copies on the device of tables that are there, if the microbatch was prepared (`PreparedBatch.to`); the host
-        does not wait for them. Call it on the stream on which the graph runs. On several ranks it is collective, and
-        hosts wait for each other: all load, or none.
+        If the microbatch was prepared (`PreparedBatch.to`), this copies tables on the device, asynchronously. Call it
+        on the stream on which the graph runs. On several ranks it is collective, and hosts wait for each other: all
+        load, or none.
 
         Args:
             plans: by the same names.
 
         Returns:
-            None; or why they do not fit, a sentence: then nothing has changed, and the step is to run in eager mode.
+            None; or the reason why they do not fit: then nothing has changed, and the step must run in eager mode.
 
         Raises:
-            ValueError: names are others.
-            RuntimeError: another rank raised an error in this call, or did not come to an earlier one in time; it is
-                named. Or a graph is being captured.
+            ValueError: other names.
+            RuntimeError: another rank raised an error in this call, or timed out in an earlier one; it is named. Or a
+                graph is being captured.
         """
         large = load_together([(self, plans)])
         return None if large is None else large[1]
@@ -116,10 +116,10 @@ class StaticPlans:
 
 
 def load_together(pairs: Sequence[tuple[StaticPlans, Mapping[Any, RankPlan]]]) -> tuple[int, str] | None:
-    """`StaticPlans.load` of several of one group, at least one, with what is to be loaded: all, or none.
+    """`StaticPlans.load` of several objects of one group, at least one: all, or none.
 
     Returns:
-        None; or the number of a pair that does not fit, the same on all ranks, and why.
+        None; or the index of a pair that does not fit, the same on all ranks, and the reason.
 
     Raises:
         ValueError, RuntimeError: as `StaticPlans.load`.
@@ -145,7 +145,7 @@ class _StaticPlan:
     """One plan of `StaticPlans`.
 
     Attributes:
-        plan: stands for the plan of the microbatch that was loaded last.
+        plan: represents the plan of the microbatch that was loaded last.
         masks: one for each stage.
         room: of the collectives, in rows, see `GroupCastArgs.most`; None for one rank.
     """
@@ -223,7 +223,7 @@ def _check_names(expected: Mapping[Any, RankPlan], plans: Mapping[Any, RankPlan]
 
 
 def _stages(plan: RankPlan, num_stages: int) -> list[tuple[np.ndarray, int]]:
-    """Bands and number of keys of each stage, one that fetches nothing included."""
+    """Bands and number of keys of each stage, including a stage that fetches nothing."""
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
     stages = list(zip(plan.bands, num_keys, strict=True))
     return stages + [(_NOTHING, 0)] * (num_stages - len(stages))

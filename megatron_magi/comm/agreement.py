@@ -1,6 +1,6 @@
-"""A check that all ranks mean the same value, such as a plan: a disagreement becomes a message, not a hang.
+"""A check that all ranks have the same value, such as a plan: a disagreement raises an error instead of a hang.
 
-What ranks mean with a call is compared in `megatron_magi.comm.calls`.
+Calls are compared in `megatron_magi.comm.calls`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megatron_magi.comm.groups import all_gather_single, names_of
 
 
 class _Comparison(NamedTuple):
-    """What the ranks that wait for each other must have in common: all wait for the same comparison."""
+    """Record by which ranks verify that they wait for the same comparison."""
 
     operation: str
 
 
 class Agreement:
-    """A comparison under way; made by `start_agreement`."""
+    """A comparison in progress; made by `start_agreement`."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class Agreement:
         self._call = call
 
     def wait(self) -> None:
-        """Waits for all ranks' values. The host blocks; on GPUs the compute that is queued there does not matter.
+        """Waits for all ranks' values. The host blocks, but not for compute that is queued on the GPU.
 
         Raises:
-            RuntimeError: the values differ. All ranks raise, with the same message. Or some ranks did something
-                else, or did not come within the time-out of the group; the message names them.
+            RuntimeError: the values differ; all ranks raise the same message. Or some ranks made another call, or did
+                not take part within the group's timeout; the message names them.
         """
         values = self.values()
         if len(set(values)) > 1:
@@ -111,7 +111,7 @@ def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> A
 
 @contextmanager
 def told(group: dist.ProcessGroup | None, verify: bool = True) -> Iterator[None]:
-    """Around what comes before a call on ``group``: other ranks, which wait in the call, hear of an error in it.
+    """Encloses code before a call on ``group``: reports an error in it to the ranks that wait in the call.
 
     Args:
         group: the ranks; None where there is no call, or one rank alone.
@@ -127,7 +127,7 @@ def told(group: dist.ProcessGroup | None, verify: bool = True) -> Iterator[None]
 
 
 def _gather_aside(values: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.cuda.Event:
-    """Gathers ``mine`` of all ranks into ``values``, both pinned, through the GPU; the event is when it is there.
+    """Gathers ``mine`` of all ranks into ``values``, both pinned, through the GPU; the event marks completion.
 
     On a stream of its own: neither the collective nor its result waits for compute that was
     queued before, which a read on the compute's stream would drain.
@@ -136,7 +136,7 @@ def _gather_aside(values: torch.Tensor, mine: torch.Tensor, group: dist.ProcessG
     with torch.cuda.stream(stream):
         sent = mine.to(stream.device, non_blocking=True)
         received = torch.empty(values.shape, dtype=values.dtype, device=stream.device)
-        # Waiting makes this stream wait for the collective, so the two tensors may go when this returns.
+        # This makes the side stream wait for the collective, so the two tensors may be freed when this returns.
         all_gather_single(received, sent, group=group, async_op=True).wait()
         values.copy_(received, non_blocking=True)
         return stream.record_event()
@@ -144,7 +144,7 @@ def _gather_aside(values: torch.Tensor, mine: torch.Tensor, group: dist.ProcessG
 
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """One a device: the allocator keeps memory apart for each stream."""
+    """One for each device: the allocator has separate memory for each stream."""
     return torch.cuda.Stream(device)
 
 
@@ -155,7 +155,7 @@ def _needs_gpu(group: dist.ProcessGroup | None) -> bool:
 def _message(values: list[int], group: dist.ProcessGroup | None, what: str) -> str:
     """Names the ranks that differ from the most common value; from that of the lowest rank in a tie."""
     counts = Counter(values)
-    # max keeps the first of equals, and values are in the order of ranks.
+    # max returns the first of equals, and values are in rank order.
     expected = max(values, key=lambda value: counts[value])
     world_ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     differ = ", ".join(

@@ -1,7 +1,7 @@
-"""group_cast for a kernel that waits for rows itself, as they arrive, and group_reduce of what it makes of them.
+"""group_cast for a kernel that itself waits for rows as they arrive, and group_reduce of its partial results.
 
-Both are steps of a list of calls, prepared once and queued by `Native.queue`. What differs in them from transfer to
-transfer are numbers, which the steps name and bring.
+Both are steps of a list of calls, prepared once and launched by `Native.queue`. They depend on the transfer only
+through numbers, to which the steps refer by name.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from megatron_magi.cuda.arriving import Arriving, part_rows
 from megatron_magi.cuda.call_list import Field, Place, Step
 from megatron_magi.cuda.layout import Like
 
-_ADD_ROUTE = 2  # of those in `PeerTables.routes`
-_NUM_CHUNKS = 16  # bytes into `PeerTables.counts`, which begin with the number of rows that are fetched
+_ADD_ROUTE = 2  # index in `PeerTables.routes`
+_NUM_CHUNKS = 16  # byte offset in `PeerTables.counts`, whose first entry is the number of fetched rows
 _MOST_KNOWN = 64
 _OF_ANNOUNCING = {
     0: "published", 1: "published.starts", 2: "published.num_chunks", 3: "fetch", 4: "fetch.num_rows",
     7: "later.part_rows",
 }  # fmt: skip
 _OF_ADDING = {0: "sums.index", 1: "sums.routes", 2: "sums.rows", 3: "sums.starts", 4: "sums.sources", 5: "sums.shift"}
-"""Which of the parameters in `peer_kernels.SHAPES` differ with the transfer, and names of these numbers."""
+"""The parameters in `peer_kernels.SHAPES` that depend on the transfer, and their names."""
 
 _known: WeakKeyDictionary[Native, dict[tuple, Arriving | Step]] = WeakKeyDictionary()
-"""What was prepared for rows of one form."""
+"""Prepared steps, by layout of the rows."""
 
 
 def may_announce(num_ranks: int, impl: str) -> bool:
-    """Whether `announced_cast` can be meant, as far as that is known without a group; arguments as there."""
+    """Whether `announced_cast` may be possible, as far as is known without a group; arguments as there."""
     return impl in ("auto", "native") and 2 <= num_ranks <= MAX_RANKS
 
 
@@ -54,7 +54,7 @@ def announced_cast(
     sources: Sequence[Place],
     places: tuple[Place, Place],
 ) -> tuple[Native, Arriving] | None:
-    """What publishes and reads rows; None, on all ranks, where they travel otherwise. Collective.
+    """The kernel that publishes and fetches rows; None, on all ranks, if they are transferred otherwise. Collective.
 
     Args:
         tensors, args, group, impl: as in `megatron_magi.comm.group_collective.group_cast`.
@@ -82,7 +82,7 @@ def returned_sums(
     sources: Sequence[Place],
     places: Sequence[Place],
 ) -> Step | None:
-    """What sends partial rows back and adds those that come to ``into``; as `announced_cast`."""
+    """The kernel that sends partial rows back and adds received ones to ``into``; as `announced_cast`."""
     mover, layout = choose_mover(tensors, args, group, impl, back=True)
     if not isinstance(mover, Native) or not can_add(layout, into):
         return None
@@ -97,7 +97,7 @@ def returned_sums(
 def _prepared[Made: (Arriving, Step)](
     mover: Native, layout: RowLayout, tensors: Sequence[Like], places: Sequence[Place], make: Callable[[], Made]
 ) -> Made:
-    """What ``make`` makes, once for tensors that differ in addresses, and transfers that differ in numbers, alone."""
+    """The result of ``make``, cached for tensors that differ only in addresses and transfers that differ in numbers."""
     known = _known.setdefault(mover, {})
     lie = [(t.dtype, t.stride(), t.data_ptr() % WIDEST) for t in tensors]
     key = (mover.version(), layout, *places, *lie)
@@ -110,7 +110,7 @@ def _prepared[Made: (Arriving, Step)](
 
 
 def _naming(step: Step, kernel: str, names: dict[int, str]) -> Step:
-    """The step, with names of its parameters behind the rows, of 8 bytes each."""
+    """The step, with names for its 8-byte parameters after the rows."""
     rest = PEERS.size + SHAPES[kernel].num_lists * SLOT_ROWS.size
     return step._replace(fields=tuple(Field(rest + 8 * i, 8, name) for i, name in names.items()))
 
@@ -127,7 +127,7 @@ def _announced(args: GroupCastArgs) -> dict[str, int]:
 
 
 def _added(args: GroupCastArgs, layout: RowLayout) -> dict[str, int]:
-    """Of the one that sends rows back and adds them."""
+    """Numbers of the kernel that sends rows back and adds them."""
     assert args.peers is not None and args.most is not None
     index, arrivals = args.recv_position, args.arrivals
     found = (

@@ -1,16 +1,16 @@
-"""The calls of collective operations on a group: ranks that disagree in one get a message, not a hang or wrong numbers.
+"""Verification of collective calls: ranks that disagree about a call raise an error instead of hanging or mixing data.
 
 Each rank numbers its calls on a group and keeps a record of each: operation, dtype, widths, options. A record that
-follows the last one for the first time is compared with the other ranks' before anything is sent; one that has
-followed it before costs a look into a set, no communication, and no wait for a GPU.
+follows the previous one for the first time is compared with those of the other ranks before anything is sent; later
+this costs a set lookup, without communication or waiting for a GPU.
 
-So a rank may be comparing while others, to whom the call is nothing new, are in its collective already. They hear of
-it by a thread that looks at the group's store once a second and tells what call this was. If that
-differs, or a rank has raised an error in a call that others take part in, the thread ends the
-group's communication, and all ranks raise the same message. The same is asked of all ranks when a collective fails.
+So one rank may compare a call while others, for which it is not new, are already in its collective. On each rank a
+thread polls the group's store once a second and answers such questions with the rank's own record. If records differ,
+or a rank has raised an error in a call that others take part in, the thread aborts the group's communication, and all
+ranks raise the same message. All ranks are asked in the same way when a collective fails.
 
-Not found at once: two records of which each has followed the last one before, on different ranks, for one call. There
-``always=True`` helps, which compares every call.
+Not detected at once: ranks use two different records for one call, each of which has followed the previous one before.
+``always=True`` detects this, as it compares every call.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from megatron_magi.comm.inquiry import Inquiry, failure_text
 logger = logging.getLogger(__name__)
 
 _NOT_ERRORS = (getattr(torch.utils.checkpoint, "_StopRecomputationError", ()),)
-"""What checkpointing raises, on all ranks alike, once it has recomputed as much as it needs."""
+"""Raised by activation checkpointing, on all ranks, when it has recomputed enough."""
 _NUM_RECORDS = 1024
 _MAX_KNOWN = 4096
 _MOST_FAILURES = 5
 
 
 class Guard(Protocol):
-    """What a group has under way outside of its process group."""
+    """Communication of a group that does not run in its process group."""
 
     def failure(self) -> str | None:
-        """What went wrong in it, None as long as nothing did."""
+        """Its error, or None."""
 
     def stop(self) -> None:
-        """Ends it, for good."""
+        """Aborts it permanently."""
 
 
 class _Phase(Enum):
-    """Where this rank is in its last call."""
+    """The phase of this rank's last call."""
 
     CHECKING = 1  # its own arguments
     COMPARING = 2  # them with other ranks'
@@ -65,7 +65,7 @@ class _Phase(Enum):
 
 
 class _Alarm(NamedTuple):
-    """What ends a call for those that take part in it: a conclusion, or the error of ``rank``."""
+    """The reason to abort a call for its participants: a conclusion, or the error of ``rank``."""
 
     call: int
     text: str
@@ -73,9 +73,9 @@ class _Alarm(NamedTuple):
 
 
 class CallLog:
-    """The calls on one group. ``with log:`` is one of them, in which `agree` comes before anything is sent.
+    """The calls on one group. ``with log:`` encloses a call, in which `agree` precedes all communication.
 
-    A call that raises on one rank alone becomes an error on the others.
+    If a call raises on one rank only, the others raise too.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -87,8 +87,8 @@ class CallLog:
         self._phase = _Phase.OVER
         self._records: deque[tuple[int, NamedTuple, int]] = deque(maxlen=_NUM_RECORDS)
         self._failures: set[int] = set()
-        self._telling = threading.Lock()  # held to answer, so that no answer takes the place of an error
-        self._unsettled: int | None = None  # the last failure, until it is known what the others made of it
+        self._answering = threading.Lock()  # held while answering, so that no answer overwrites an error
+        self._unsettled: int | None = None  # the last failed call, until it is known whether the others failed too
         self._broken: str | None = None
         self._known: set[tuple[NamedTuple | None, NamedTuple]] = set()
         self._last: NamedTuple | None = None
@@ -108,7 +108,7 @@ class CallLog:
             self._settle(self._unsettled)
         if self._broken is not None:
             raise RuntimeError(self._broken)
-        self._phase = _Phase.CHECKING  # before the number: to the thread no call is over as it begins
+        self._phase = _Phase.CHECKING  # before the number, or the thread would see a new call that is already over
         self._count += 1
         return self
 
@@ -120,15 +120,15 @@ class CallLog:
             self._phase = _Phase.OVER
 
     def agree(self, record: NamedTuple, plan: int = 0, always: bool = False) -> None:
-        """Says what this call is; compares it with the other ranks' if it follows the last one for the first time.
+        """Records this call; compares it with the other ranks' if it follows the last one for the first time.
 
         Args:
             record: equal on all ranks if they agree; the first field is ``operation``. Kept.
-            plan: identifies what else they must agree on, of which a change alone is not compared.
-            always: compare even if nothing has changed.
+            plan: identifies what else they must agree on; a change of it alone causes no comparison.
+            always: compare in any case.
 
         Raises:
-            RuntimeError: the ranks disagree, or some did not come within the time-out of the group.
+            RuntimeError: the ranks disagree, or some did not take part within the group's timeout.
         """
         self._records.append((self._count, record, plan))
         step = (self._last, record)
@@ -141,20 +141,20 @@ class CallLog:
         self._phase = _Phase.RUNNING
 
     def begin(self, record: NamedTuple) -> int:
-        """In place of `agree`, in a call that is itself a comparison, to be finished by `wait`: its number."""
+        """Replaces `agree` in a call that is itself a comparison; returns its number, for `wait`."""
         self._records.append((self._count, record, 0))
         return self._count
 
     def wait(self, call: int, done: Callable[[], bool], *, alike_is_done: bool = False) -> None:
-        """Returns when ``done()``, which must not block; asks the other ranks what they do if that takes long.
+        """Polls ``done()``, which must not block, until it is true; asks the other ranks if that takes long.
 
         Args:
-            call: the number of the call that is waited for.
-            done: asked again and again.
-            alike_is_done: it is enough to have heard that the call is the same on all ranks.
+            call: number of the call.
+            done: polled.
+            alike_is_done: also return when all ranks have answered that the call is the same.
 
         Raises:
-            RuntimeError: the ranks disagree, or some did not come within the time-out of the group.
+            RuntimeError: the ranks disagree, or some did not take part within the group's timeout.
         """
         began = time.monotonic()
         inquiry: Inquiry | None = None
@@ -170,7 +170,7 @@ class CallLog:
         self._board.clear(call)
 
     def explanation(self, call: int) -> tuple[str | None, str]:
-        """Explains a failed collective: what ranks disagree in, None if in nothing; and who is absent or failed too."""
+        """Explains a failed collective: how ranks disagree, or None; and which ranks are absent or failed too."""
         inquiry = self._inquire(call, time.monotonic(), has_failed=True)
         end = time.monotonic() + waits.EXPLAIN_S
         while self._broken is None and time.monotonic() < end:
@@ -195,7 +195,7 @@ class CallLog:
         self._phase = _Phase.COMPARING
         digest = hashlib.blake2b(repr((record, plan)).encode(), digest_size=8).hexdigest()
         if self._board.vote(call, digest):
-            # All have come here, so none looks at the entries of the comparison before any more.
+            # All ranks have voted, so none reads the entries of the previous comparison any more.
             if self._voted is not None:
                 self._board.forget(*self._voted)
             self._board.clear(call)
@@ -204,30 +204,30 @@ class CallLog:
         self._voted = (call, digest)
 
     def _fail(self, error: Exception) -> None:
-        """Tells the others that this rank has raised an error, or raises theirs if that is why."""
+        """Reports this rank's error to the others, or raises theirs if that is the cause."""
         call, phase = self._count, self._phase
         answer = {"begun": True} if phase is _Phase.RUNNING else {}
         if phase is _Phase.RUNNING and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
-            with suppress(dist.DistError):  # from the store: no rank can be asked
+            with suppress(dist.DistError):  # the store failed: no rank can be asked
                 text, note = self.explanation(call)
                 if text is not None:
                     self._broken = text
                     raise RuntimeError(text) from error
                 if note:
                     error.add_note(note)
-                answer = self._told(call)  # those that have failed alike are asking still
+                answer = self._own_answer(call)  # other ranks that failed in the same way may still be asking
         self._unsettled = call
         text = f"raised {type(error).__name__}: {error}"
         with suppress(RuntimeError):
             self._lingers_until = time.monotonic() + 2 * waits.LOOK_S
-            with self._telling:
+            with self._answering:
                 self._failures.add(call)
                 self._board.answer(call, {**answer, "failed": text})
-            if phase is not _Phase.COMPARING:  # there it is a conclusion, of which the others know
+            if phase is not _Phase.COMPARING:  # in a comparison the error is a conclusion, which the others know
                 self._board.post({"kind": "failed", "call": call, "text": text})
 
     def _settle(self, call: int) -> None:
-        """Before the next call: all ranks have failed in that one, or this rank would run ahead of the others."""
+        """Before the next call: waits until all ranks have failed in this one, else call numbers would diverge."""
         began = time.monotonic()
         failed: dict[int, dict[str, Any]] = {}
         while self._broken is None and len(failed) < self._board.size:
@@ -242,29 +242,29 @@ class CallLog:
             pause(waited, self._longest_pause_s)
         self._unsettled = None
 
-    # What follows is also called by the thread.
+    # The methods below are also called by the thread.
 
     def has_begun(self, call: int) -> bool:
-        """Whether this rank takes part in a call, or has, beyond comparing it."""
+        """Whether this rank takes or took part in a call, beyond comparing it."""
         if call in self._failures or call > self._count:
             return False
         return call < self._count or self._phase in (_Phase.RUNNING, _Phase.OVER)
 
     def tell(self, call: int) -> None:
-        """Answers what a call is on this rank, if that is known still and it has not raised an error in it."""
-        with self._telling:
-            if call not in self._failures and (told := self._told(call)):
+        """Posts this rank's record of a call, if it is still kept and the call has not failed here."""
+        with self._answering:
+            if call not in self._failures and (told := self._own_answer(call)):
                 self._board.answer(call, told)
 
-    def _told(self, call: int) -> dict[str, Any]:
-        for number, record, plan in reversed(list(self._records)):  # the other thread may add to them
+    def _own_answer(self, call: int) -> dict[str, Any]:
+        for number, record, plan in reversed(list(self._records)):  # the other thread may append
             if number == call:
                 fields = {name: str(value) for name, value in record._asdict().items()}
                 return {"fields": {**fields, "plan": f"{plan:#018x}"}, "begun": self.has_begun(call)}
         return {}
 
     def look(self) -> bool:
-        """Reads what other ranks have told and acts on it; whether something is left to be done soon."""
+        """Processes events of other ranks; returns whether some remain to be handled soon."""
         if self._broken is None and (text := next(filter(None, (g.failure() for g in self._guards())), None)):
             self._end(self._count, text)
         for event in self._board.unread():
@@ -273,11 +273,13 @@ class CallLog:
             elif event["kind"] == "failed":
                 self._alarms[_Alarm(event["call"], event["text"], event["rank"])] = None
             elif event["ends"] and event["call"] in self._failures:
-                self._broken = event["text"]  # it has raised already, but the others are lost to it
+                self._broken = event[
+                    "text"
+                ]  # this rank has raised already, but can no longer communicate with the others
                 self._abort()
             else:
                 self._alarms[_Alarm(event["call"], event["text"])] = None
-        self._questions -= self._failures  # the error is the answer
+        self._questions -= self._failures  # their error is already posted as the answer
         for call in [call for call in self._questions if self.has_begun(call)]:
             self.tell(call)
             self._questions.remove(call)
@@ -294,7 +296,7 @@ class CallLog:
         return bool(self._questions or self._alarms)
 
     def _end(self, call: int, text: str) -> None:
-        """Makes this rank raise a conclusion, wherever it is."""
+        """Concludes a call and aborts communication, so that this rank raises wherever it is."""
         logger.error(self.conclude(call, text, ends=True))
         self._abort()
 
@@ -310,10 +312,10 @@ class CallLog:
             abort(group)
 
     def conclude(self, call: int, text: str, *, ends: bool) -> str:
-        """Makes ``text`` what all ranks raise, unless there is a text already, which is returned.
+        """Makes ``text`` the error that all ranks raise; returns the text of another rank that was first, if any.
 
         Args:
-            ends: some rank has begun the call, so communication on the group is out of step for good.
+            ends: some rank has started to communicate in the call, so the group cannot be used any more.
         """
         text = self._board.conclude(call, text)
         self._board.post({"kind": "conclusion", "call": call, "text": text, "ends": ends})
@@ -323,13 +325,13 @@ class CallLog:
         return text
 
     def close(self) -> None:
-        """Ends the thread; before that gives others the time to read, as the store may end with this process."""
+        """Ends the thread, after leaving others time to read, as the store may end with this process."""
         time.sleep(max(0.0, self._lingers_until - time.monotonic()))
         self._stop.set()
         self._thread.join(2 * waits.LOOK_S)
 
     def operation(self, call: int) -> str:
-        """What this rank does in a call, by name."""
+        """Name of this rank's operation in a call."""
         return next((record[0] for number, record, _ in list(self._records) if number == call), "call")
 
     def names(self, ranks: Iterable[int]) -> str:
@@ -338,7 +340,7 @@ class CallLog:
 
 
 class NoCalls:
-    """Takes the place of a `CallLog` for one rank, and where calls are not verified."""
+    """Replaces a `CallLog` for a single rank, and without verification."""
 
     def __enter__(self) -> NoCalls:
         return self
@@ -347,27 +349,27 @@ class NoCalls:
         pass
 
     def agree(self, record: NamedTuple, plan: int = 0, always: bool = False) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 _NO_CALLS = NoCalls()
 _logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog] = weakref.WeakKeyDictionary()
-"""One a group, as long as the group is there: all callers must number their calls together."""
+"""One for each living group, as all callers share the numbering of calls."""
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Guard]] = weakref.WeakKeyDictionary()
 
 
 def add_guard(group: dist.ProcessGroup, guard: Guard) -> None:
-    """Has the log of a group look after ``guard``: its failure ends the group, an end of the group stops it."""
+    """Ties ``guard`` to the log of a group: its failure aborts the group, and an abort of the group stops it."""
     _guards.setdefault(group, []).append(guard)
 
 
 def calls_of(group: dist.ProcessGroup | None, num_ranks: int, verify: bool = True) -> CallLog | NoCalls:
-    """Where the calls on a group are told and compared; nothing for one rank, or without ``verify``.
+    """The log of calls on a group; one that does nothing for a single rank, or without ``verify``.
 
     Args:
         group: the ranks; the default group when None.
-        num_ranks: how many of them take part.
+        num_ranks: number of ranks that take part.
     """
     if num_ranks == 1 or not verify:
         return _NO_CALLS
@@ -376,7 +378,7 @@ def calls_of(group: dist.ProcessGroup | None, num_ranks: int, verify: bool = Tru
 
 
 def log_of(group: dist.ProcessGroup) -> CallLog:
-    """The one log of a group of several ranks."""
+    """The log of a group of several ranks."""
     log = _logs.get(group)
     if log is None:
         log = _logs[group] = CallLog(group)
@@ -390,7 +392,7 @@ def _close_logs() -> None:
 
 
 def _watch(log_ref: weakref.ref[CallLog], stop: threading.Event, interval_s: float) -> None:
-    """What the thread of a log does. It ends with the log, or with the store."""
+    """Main function of the thread of a log. It ends with the log, or with the store."""
     busy, failures = False, 0
     while not stop.wait(waits.BUSY_S if busy else interval_s):
         log = log_ref()

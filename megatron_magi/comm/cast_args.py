@@ -1,4 +1,4 @@
-"""Which rows travel where, as one rank sees it: index arrays on the CPU and on a device."""
+"""Which rows are sent where, for one rank: index arrays on the CPU and on a device."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class CastFacts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CastTables:
-    """Which rows travel where, as arrays on the CPU; made by `of`.
+    """Which rows are sent where, as arrays on the CPU; made by `of`.
 
     Attributes:
         send_index, send_splits, recv_splits, recv_order, num_rows_min: see `GroupCastArgs`.
-        peers: the other side of each row, if it is known.
+        peers: the remote side of each row, if known.
     """
 
     send_index: np.ndarray
@@ -88,7 +88,7 @@ class CastTables:
 
 @dataclass(frozen=True, eq=False)
 class GroupCastArgs:
-    """Which rows travel where, as one rank sees it; made by `build`.
+    """Which rows are sent where, for one rank; made by `build`.
 
     Attributes:
         send_index: local rows to send, grouped by destination, int64 ``[num_send]``.
@@ -98,11 +98,11 @@ class GroupCastArgs:
             when received rows are in buffer order already.
         num_rows_min: smallest number of local rows that ``send_index`` is valid for.
         most: see `CastFacts`.
-        host: the arrays on the CPU, from which the rest is made; None where all is made.
-        is_static: the arrays change, see `megatron_magi.comm.static_args`.
-        ways: cache of how rows travel, by group and implementation, filled at the first call. Entries live as long as
-            the group, as plans may keep the arguments longer.
-        launches: cache of launches that implementations prepare, by implementation; likewise.
+        host: the arrays on the CPU, from which the rest is derived; None if nothing is left to derive.
+        is_static: the contents of the arrays change, see `megatron_magi.comm.static_args`.
+        ways: cache of implementations, by group and ``impl``, filled in the first call. Entries live as long as the
+            group, as plans may keep the arguments longer.
+        launches: cache of prepared launches, by implementation; likewise.
     """
 
     send_index: torch.Tensor
@@ -135,7 +135,7 @@ class GroupCastArgs:
             send_splits, recv_splits: one number a rank of the group.
             recv_order: int64 ``[sum(recv_splits)]``, a permutation, or None.
             device: where the tensors to move live.
-            peers: the other side of each row, without which ``native`` cannot move them.
+            peers: the remote side of each row, which ``native`` needs.
 
         Raises:
             ValueError: lengths disagree, a number is negative, or ``recv_order`` is no permutation.
@@ -144,7 +144,7 @@ class GroupCastArgs:
 
     @classmethod
     def of_tables(cls, tables: CastTables, device: torch.device | str) -> GroupCastArgs:
-        """`build` for what has been checked already."""
+        """`build` from tables that have been checked."""
         order, peers = tables.recv_order, tables.peers
         moved = upload([tables.send_index] if order is None else [tables.send_index, order], device)
         return cls(
@@ -159,7 +159,7 @@ class GroupCastArgs:
 
     @classmethod
     def from_uploaded(cls, facts: CastFacts, moved: Sequence[torch.Tensor]) -> GroupCastArgs:
-        """Makes arguments from arrays that are all on their device, so that nothing is computed or copied later.
+        """Makes arguments from arrays on their device, so that nothing is computed or copied later.
 
         Args:
             facts: of the tables.
@@ -177,7 +177,7 @@ class GroupCastArgs:
             most=facts.most,
             host=None,
         )
-        known = vars(args)  # where cached properties keep what they have made
+        known = vars(args)  # where cached properties store their values
         known["arrivals"] = Arrivals(rows, starts, sources, facts.level_sizes)
         known["recv_position"] = order[1] if order else None
         known["peers"] = tables
@@ -185,9 +185,9 @@ class GroupCastArgs:
 
     @staticmethod
     def num_indices(num_send: int, num_recv: int) -> int:
-        """The most int64 indices that such arguments keep on their device, those for group_reduce included.
+        """Upper bound of int64 indices of such arguments on their device, those for group_reduce included.
 
-        But for the chunks of `PeerTables`, which are few.
+        Without the chunks of `PeerTables`, which are few.
         """
         return 5 * num_send + 3 * num_recv + 8 + 3 * ROUTE_WORDS
 
@@ -207,8 +207,8 @@ class GroupCastArgs:
 
     @cached_property
     def peers(self) -> PeerTables | None:
-        """Tables for ranks that reach each other's memory; None where the other side of rows is not known. Computed on
-        first use.
+        """Tables for ranks that can access each other's memory; None if the remote side of rows is not known. Computed
+        on first use.
         """
         if self.most is None:
             return None
@@ -231,7 +231,7 @@ class GroupCastArgs:
         return self.num_send - self.send_splits[rank], self.num_recv - self.recv_splits[rank]
 
     def rows_far(self, rank: int) -> tuple[int, int]:
-        """The part of `rows_away` that crosses between nodes: none, as nodes are not told apart here."""
+        """The part of `rows_away` that crosses nodes: none, as nodes are not distinguished here."""
         return 0, 0
 
     @cached_property
@@ -276,7 +276,7 @@ def _check_indices(
 def _check_peers(
     peers: PeerRows, send_splits: tuple[int, ...], recv_splits: tuple[int, ...], num_rows_min: int
 ) -> None:
-    """Raises ValueError for what does not fit the splits."""
+    """Raises ValueError if ``peers`` does not fit the splits."""
     rows, num_recv, num_send = peers.owner_rows, sum(recv_splits), sum(send_splits)
     if rows.shape != (num_recv,) or rows.min(initial=0) < 0 or rows.max(initial=-1) >= peers.most_rows:
         raise ValueError(f"peers: expected {num_recv} owner_rows below {peers.most_rows}, got shape {list(rows.shape)}")

@@ -1,4 +1,4 @@
-"""Row operations on GPUs: our own kernels where there are, else Triton's. See `megatron_magi.comm.rows`."""
+"""Row operations on GPUs: our CUDA kernels if supported, else Triton kernels. See `megatron_magi.comm.rows`."""
 
 from __future__ import annotations
 

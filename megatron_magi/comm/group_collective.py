@@ -1,7 +1,7 @@
-"""group_cast and group_reduce: rows travel to the ranks that need them, and partial rows back.
+"""group_cast and group_reduce: send rows to the ranks that need them, and reduce partial rows at their owners.
 
 Every rank of the group takes part in every call, in the same order, also when it has no row to
-send or receive. Each call is one message a pair of ranks, whatever the number of tensors.
+send or receive. Each call sends one message between each pair of ranks, for all tensors together.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = [
 ]
 
 Args = GroupCastArgs | LevelArgs
-"""Which rows travel where: between ranks that are all alike, or in two levels."""
+"""Which rows are sent where: in one level, or in two levels (nodes)."""
 
 _EXCHANGES = {"reference": reference, "all_to_all": all_to_all}
 _IMPLS = (*_EXCHANGES, "native")
 
 
 class _Alone:
-    """Stands in caches for the group of a rank that has none."""
+    """Cache key of a rank without a group."""
 
 
 _ALONE = _Alone()
@@ -61,10 +61,10 @@ class _Way(NamedTuple):
     """The implementations for a group.
 
     Attributes:
-        native: moves rows through each other's memory, if it takes them; None where it is not possible.
-        other: moves all others, as bytes or in two levels; None where ``native`` alone was asked for.
+        native: for rows that can be moved through peer memory; None if that is not possible.
+        other: for all other rows, as bytes or in two levels; None if only ``native`` was requested.
         ops: the row operations, see `megatron_magi.comm.rows`.
-        rank: this one.
+        rank: this rank.
     """
 
     native: Native | None
@@ -77,10 +77,10 @@ class _Way(NamedTuple):
 
         Args:
             layout: of the tensors.
-            most_rows: None where it is not known.
+            most_rows: None if not known.
 
         Raises:
-            ValueError: ``native`` alone was asked for, and does not take them.
+            ValueError: only ``native`` was requested, and cannot move these rows.
         """
         if self.native is not None:
             reason = self.native.refusal(layout, most_rows)
@@ -96,9 +96,9 @@ class Handle:
     """A collective that has been started.
 
     Attributes:
-        sent_bytes: bytes this rank sends to other ranks, those included that it hands on or sums for its node.
+        sent_bytes: bytes this rank sends to other ranks, including rows that it relays or sums for its node.
         received_bytes: bytes this rank receives from other ranks, likewise.
-        far_sent_bytes, far_received_bytes: of these, between nodes, where nodes are told apart.
+        far_sent_bytes, far_received_bytes: the part of these between nodes, if nodes are distinguished.
         adds_late: `wait` adds to ``into``, on the stream of its caller, while other calls on the group may add as well.
     """
 
@@ -110,7 +110,7 @@ class Handle:
         far_bytes: tuple[int, int],
         args: Any = None,
     ) -> None:
-        self._args = args  # its tables are read by what is under way
+        self._args = args  # kept alive: running kernels read its tables
         self.adds_late = False
         self.sent_bytes, self.received_bytes = num_bytes
         self.far_sent_bytes, self.far_received_bytes = far_bytes
@@ -120,7 +120,7 @@ class Handle:
         self._device, self._stream = device, _raw_stream(device)
 
     def wait(self) -> Any:
-        """Waits for the rows and returns what the operation promises.
+        """Waits for the rows and returns the result of the operation.
 
         On GPUs the host does not block: the current stream waits for the communication.
 
@@ -132,9 +132,9 @@ class Handle:
         finish, self._finish = self._finish, None
         for work in self._works:
             work.wait()
-        # Communication runs on a stream of its own, which waited for the starting stream at the start; work.wait()
-        # makes the current stream wait for it. So when both are one stream, a buffer that is freed now cannot be
-        # handed out again before the communication is over. Another stream must tell the allocator.
+        # Communication runs on a stream of its own, which waited for the starting stream; work.wait() makes the current
+        # stream wait for it. If the current stream is the starting one, a buffer that is freed now cannot be reused
+        # before the communication is complete. On another stream, record_stream must tell the allocator.
         if self._stream is not None and self._stream != _raw_stream(self._device):
             for buffer in self._buffers:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
@@ -146,7 +146,7 @@ class Handle:
 
 
 def _raw_stream(device: torch.device) -> int | None:
-    """Handle of the current stream, where there are streams."""
+    """Handle of the current stream; None on CPUs."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
@@ -165,23 +165,23 @@ def group_cast(
     Args:
         tensors: ``[num_rows, ...]`` each, of any dtypes and trailing shapes, on the device of
             ``args``; may be freed once this returns, and changed unless ``kept``.
-        args: which rows travel where; `LevelArgs` where ranks of several nodes are told apart.
+        args: which rows are sent where; `LevelArgs` if nodes are distinguished.
         group: the ranks, a group or a mesh; the default group when None.
         impl: ``reference`` (peer by peer), ``all_to_all`` (one all-to-all-v; kernels on
-            GPUs), ``native`` (through each other's memory, see `megatron_magi.comm.impl.native`),
-            or ``auto``: the first on gloo; on NCCL the last where it can, else the second. In two levels it is asked
-            for inside a node; between nodes ``native`` and ``auto`` mean what ``auto`` means without linked GPUs.
-        kept: nobody changes ``tensors`` before ``wait()``, so that other work of the current stream need not wait until
+            GPUs), ``native`` (through peer memory, see `megatron_magi.comm.impl.native`),
+            or ``auto``: ``reference`` on gloo; on NCCL ``native`` if possible, else ``all_to_all``. In two levels it
+            applies inside a node; between nodes ``native`` and ``auto`` mean ``auto`` without peer memory.
+        kept: ``tensors`` do not change before ``wait()``, so that other work of the current stream need not wait until
             they are sent.
 
     Returns:
         A handle; ``wait()`` returns a list of tensors ``[num_recv, ...]`` with contiguous rows
-        (which may lie further apart than their length, side by side with the other tensors').
+        (whose stride may exceed their length, as tensors may be interleaved).
         Not differentiable: its adjoint is `group_reduce`.
 
     Raises:
         ValueError: tensors, ``args`` and ``group`` do not fit, or ``impl`` does not support them.
-        RuntimeError: with ``native``, a rank did not come to an earlier call in time; it is named.
+        RuntimeError: with ``native``, a rank timed out in an earlier call; it is named.
     """
     way = _choose(tensors, args, group_of(group), impl)
     for x in tensors:
@@ -206,9 +206,9 @@ def group_reduce(
 ) -> Handle:
     """Starts sending partial rows back to the ranks that own them, to be summed: group_cast reversed.
 
-    A row's contributions are added in the order of their ranks, in fp32 or wider, and rounded
-    once, so results are bitwise repeatable. In two levels those of another node are added first, and their sum is
-    rounded to the dtype of ``tensors``, in which it crosses.
+    A row's contributions are added in rank order, in fp32 or wider, and rounded
+    once, so results are bitwise repeatable. In two levels those of another node are added there first, and their sum
+    is rounded to the dtype of ``tensors``, in which it is sent.
 
     Args:
         tensors: ``[num_recv, ...]`` each: partial rows of the buffer that the cast filled.
@@ -216,8 +216,8 @@ def group_reduce(
         group, impl: as in `group_cast`.
         into: one tensor ``[num_rows, ...]`` for each of ``tensors``, possibly of a wider dtype;
             rows must be contiguous. ``wait()`` adds to them in place and returns them as a list.
-        at_once: nobody looks at ``into`` before ``wait()``, nor adds to it, so rows may be added as they arrive: calls
-            before it whose `Handle.adds_late` have been waited for.
+        at_once: ``into`` is neither read nor changed before ``wait()``, so rows may be added as they arrive. Earlier
+            calls with `Handle.adds_late` must have been waited for.
         kept: as in `group_cast`.
 
     Raises:
@@ -262,7 +262,7 @@ def group_reduce_lse(
         lse: ``[num_recv, num_heads]``, natural log; -inf where no key was seen.
         args, group, impl: as in `group_reduce`.
         into: ``(out, lse)`` of the local rows, ``[num_rows, ...]``. ``wait()`` merges into them
-            in place and returns them. Parts with lse -inf count nothing; rows that only have
+            in place and returns them. Parts with lse -inf are ignored; rows with only
             such parts get output 0 and lse -inf.
 
     Raises:
@@ -290,15 +290,15 @@ def group_reduce_lse(
 def make_room(
     casts: Sequence[Args], there: RowLayout, back: RowLayout | None, group: dist.ProcessGroup | None, impl: str = "auto"
 ) -> bool:
-    """Gets the memory that calls of `group_cast` and `group_reduce` will take, at once and not in their middle.
+    """Allocates the memory that later calls of `group_cast` and `group_reduce` need.
 
-    Collective, as the calls are. Without it memory grows with need, and each time all ranks wait for their GPUs. For
-    static arguments, which CUDA graphs refer to, it is what calls of as many rows a rank can take at most: it grows no
-    more once a graph is captured.
+    Collective. Without it memory grows on demand, and each time all ranks wait for their GPUs. For static arguments,
+    which CUDA graphs refer to, it is the most that calls with as many rows a rank can need, as it cannot grow once a
+    graph is captured.
 
     Args:
         casts: arguments of the calls.
-        there, back: layouts of the rows that are cast, and of those that are reduced; None where none are.
+        there, back: layouts of the rows that are cast, and of those that are reduced; None for none.
         group, impl: as in `group_cast`.
 
     Returns:
@@ -309,7 +309,9 @@ def make_room(
     """
     needs = [need for args in casts for need in _needs(args, there, back, group, impl)]
     needs.sort(key=lambda need: -need[1].row_bytes * (need[2] or 0))
-    movers = [way.mover(layout, count) for way, layout, count in needs]  # all are asked
+    movers = [
+        way.mover(layout, count) for way, layout, count in needs
+    ]  # without short-circuit: each of these is collective
     return all(isinstance(mover, Native) for mover in movers)
 
 
@@ -330,7 +332,7 @@ def _needs(
 
 
 def _most(args: Args, back: bool = False) -> int | None:
-    """Rows that any rank is sent in a cast, or back, at most; None where that is not known."""
+    """Most rows that any rank receives in a cast, or back; None if not known."""
     return None if args.most is None else args.most[2 if back else 1]
 
 
@@ -340,10 +342,10 @@ def _most_published(args: Args) -> int | None:
 
 
 def raise_failure(group: dist.ProcessGroup) -> None:
-    """Raises what a kernel that a CUDA graph has queued waited for in vain; nothing else asks after replays.
+    """Raises if a kernel in a replayed CUDA graph has timed out; nothing else checks this after replays.
 
     Raises:
-        RuntimeError: a rank did not come to an earlier call in time.
+        RuntimeError: a rank timed out in an earlier call.
     """
     native = present_native(group)
     failure = None if native is None else native.failure()
@@ -352,7 +354,7 @@ def raise_failure(group: dist.ProcessGroup) -> None:
 
 
 def forget_graphs(group: dist.ProcessGroup) -> None:
-    """Says, on all ranks, that no CUDA graph that captured calls on the group is left: its memory may grow again."""
+    """To be called on all ranks when no CUDA graph with calls on the group is left: its memory may grow again."""
     native = present_native(group)
     if native is not None:
         native.forget_graphs()
@@ -363,7 +365,7 @@ def choose_mover(
 ) -> tuple[Mover, RowLayout]:
     """The implementation that casts rows, or sends partial rows ``back``, and their layout; arguments of `group_cast`.
 
-    Collective, but not after `make_room` for these rows: then a rank may ask alone.
+    Collective, except after `make_room` for these rows.
     """
     layout = RowLayout.of(tensors)
     most = _most(args, back=True) if back else _most_published(args)
@@ -419,7 +421,7 @@ def _find_way(args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
     plain = ("reference" if backend == "gloo" else "all_to_all") if impl in ("auto", "native") else impl
     if isinstance(args, LevelArgs):
         groups = nodes_of(dist.group.WORLD if group is None else group, args.ranks_per_node)
-        inside = impl if impl == "native" else plain  # `auto` mixes no kernels that wait with NCCL's between the nodes
+        inside = impl if impl == "native" else plain  # `auto` does not mix kernels that wait with NCCL between nodes
         near, relay = _way(args.near, groups.near, inside), _way(args.relay, groups.relay, inside)
         far = _way(args.far, groups.far, plain)
         natives = [way.native for way in (near, relay) if way.native is not None]
@@ -447,14 +449,14 @@ def _choice(way: _Way) -> Choice:
 def _row_ops(device: torch.device, impl: str) -> ModuleType:
     if device.type != "cuda" or impl == "reference":
         return torch_rows
-    # Not at the top: Triton exists only where GPUs do.
+    # Not at the top: Triton is installed only with GPUs.
     from megatron_magi.comm import gpu_rows
 
     return gpu_rows
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """The backend that serves tensors of a device, None when there is none."""
+    """The backend for tensors of a device; None if there is none."""
     pairs = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
     return {pair[0]: pair[-1] for pair in pairs}.get(device.type)
 

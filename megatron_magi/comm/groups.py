@@ -1,4 +1,4 @@
-"""Process groups: what names them, their names in messages, time-outs, waiting and ends."""
+"""Process groups: groups of meshes, names of ranks in messages, timeouts, polling and abort."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Group = dist.ProcessGroup | DeviceMesh | None
-"""What names the ranks of a call; see `group_of`."""
+"""The ranks of a call; see `group_of`."""
 
 
 def group_of(group_or_mesh: Group, name: str = "group") -> dist.ProcessGroup | None:
-    """The group behind a group, or a mesh of one or two dimensions, or nothing.
+    """The process group of a group, of a mesh of one or two dimensions, or of None.
 
-    The one place that knows meshes: public functions take either and go on with the group.
+    The only place that handles meshes: public functions take either and convert it.
 
     Args:
         group_or_mesh: the ranks. A mesh of two dimensions becomes one group, which is collective the first time.
-        name: what a message calls the argument.
+        name: of the argument, for messages.
 
     Raises:
         ValueError: anything else.
@@ -55,15 +55,15 @@ def names_of(ranks: Iterable[int], world_ranks: Sequence[int]) -> str:
 
 
 def pause(waited_s: float, longest_s: float) -> None:
-    """Sleeps before another look at what has been waited for so long already."""
+    """Sleeps between polls, longer with the time waited so far."""
     time.sleep(min(max(waited_s / 10, 1e-4), longest_s))
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Ends what is under way on a group, and whatever is started after: it raises on this rank and on its peers."""
+    """Aborts running and later communication of a group: it raises on this rank and on its peers."""
     with suppress(RuntimeError):
         group.abort()
-    # gloo cannot be told to; but a receive that times out closes its connection, and all that wait for it raise.
+    # gloo has no abort; but a receive that times out closes its connection, and all operations that wait for it raise.
     with suppress(RuntimeError, ValueError):
         if "gloo" not in dist.get_backend_config(group):
             return

@@ -1,4 +1,4 @@
-"""What a rank finds out about a call that takes long or has failed, by asking the other ranks."""
+"""Asking the other ranks about a call that takes long or has failed."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from megatron_magi.comm.board import Board
 logger = logging.getLogger(__name__)
 
 Answers = dict[int, dict[str, Any]]
-"""By rank of the group, what it has told of a call: ``fields`` and ``begun``, or the text with which it ``failed``."""
+"""Answers about a call by rank of the group: ``fields`` and ``begun``, or the error text in ``failed``."""
 
 
 class Log(Protocol):
-    """What an inquiry needs of the log of calls that makes it."""
+    """The methods of the log of calls that an inquiry uses."""
 
     def operation(self, call: int) -> str:
-        """What this rank does in a call, by name."""
+        """Name of this rank's operation in a call."""
 
     def names(self, ranks: Iterable[int]) -> str:
         """Ranks in words."""
 
     def conclude(self, call: int, text: str, *, ends: bool) -> str:
-        """Makes ``text`` what all ranks raise, unless there is a text already, which is returned."""
+        """Makes ``text`` the error that all ranks raise; returns the text of another rank that was first, if any."""
 
 
 class Inquiry:
-    """Asks all ranks of a group what a call is to them.
+    """Asks all ranks of a group for their records of a call.
 
     Args:
-        log: names the call and the ranks, and has conclusions raised on all of them.
-        board: where the ranks ask and answer. This rank has answered there.
-        call: its number.
-        began: when this rank began to wait for it, by `time.monotonic`.
+        log: names the call and the ranks, and makes all ranks raise conclusions.
+        board: for questions and answers; this rank has already answered.
+        call: number of the call.
+        began: when this rank started to wait for it, by `time.monotonic`.
         timeout_s: how long it waits for the others.
-        has_failed: the call has failed on this rank, so it is no difference that others failed alike.
+        has_failed: the call has failed on this rank, so failures of others are no difference.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Inquiry:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not told what the call is."""
+        """Ranks that have not answered."""
         return [rank for rank in range(self._board.size) if rank not in self.answers]
 
     def look(self) -> bool:
         """Whether the call is known to be the same on all ranks.
 
         Raises:
-            RuntimeError: it is not, or ranks did not come in time.
+            RuntimeError: it is not, or ranks did not answer in time.
         """
         now = time.monotonic()
         if now - self._last < max(waits.BUSY_S, waits.BUSY_S * self._board.size / 100):
@@ -78,20 +78,20 @@ class Inquiry:
                 self._warn(now - self._began)
             return not self.missing
         self._differ_since = now if self._differ_since is None else self._differ_since
-        # The message is better with all of them, but one may never come.
+        # The message is better with all answers, but one may never arrive.
         if not self.missing or now - self._differ_since >= waits.ASK_S:
             self._raise(text)
         return False
 
     def _difference(self) -> str | None:
-        """What is wrong with the call, None if the answers are alike."""
+        """How the answers differ; None if they agree."""
         told = {r: a for r, a in self.answers.items() if not (self._has_failed and "fields" in a)}
         if failure := failure_text(self._log, self._call, told):
             return failure
         fields = {rank: self.answers[rank]["fields"] for rank in sorted(self.answers)}
         texts = {rank: json.dumps(f) for rank, f in fields.items()}
         counts = Counter(texts.values())
-        first = max(texts, key=lambda rank: counts[texts[rank]])  # of two that are as common, that of the lowest rank
+        first = max(texts, key=lambda rank: counts[texts[rank]])  # in a tie, that of the lowest rank
         expected = fields[first]
         differ = [
             f"{self._log.names([rank])} has {_differences(found, expected)}"
@@ -106,7 +106,7 @@ class Inquiry:
     def _warn(self, waited: float) -> None:
         operation, names = self._log.operation(self._call), self._log.names(self.missing)
         if waited >= self._timeout_s:
-            self._raise(f"{operation}: {names} did not come within {self._timeout_s:g} s")
+            self._raise(f"{operation}: {names} did not arrive within {self._timeout_s:g} s")
         if waited >= waits.WARN_S and not self._has_warned:
             self._has_warned = True
             logger.warning("%s: waiting for %s for %.0f s", operation, names, waited)
@@ -123,7 +123,7 @@ def failure_text(log: Log, call: int, answers: Answers) -> str | None:
 
 
 def _differences(found: dict[str, str], expected: dict[str, str]) -> str:
-    """Where two records differ, in words; in the operation alone if in that."""
+    """Text of how two records differ; only the operation, if that differs."""
     if found["operation"] != expected["operation"]:
         return f"operation {found['operation']} instead of {expected['operation']}"
     names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]

@@ -1,4 +1,4 @@
-"""Which rows travel where in a group of several nodes: what several ranks of a node need comes to it once."""
+"""Which rows are sent where in a group of several nodes: rows that several ranks of a node need are sent to it once."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class LevelTables(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LevelArgs:
-    """Arguments of `group_cast` in two levels, as one rank sees them. A node is ``ranks_per_node`` neighbours.
+    """Arguments of `group_cast` in two levels, as one rank sees them. A node is ``ranks_per_node`` consecutive ranks.
 
     Attributes:
-        near: this rank's own rows, among the ranks of its node.
-        far: its own rows, among the ranks that have its place in their nodes; once to each node.
-        relay: the rows that ``far`` brings, among the ranks of the node.
-        near_rows, relay_rows: row of the buffer of each row that ``near`` and ``relay`` bring, int64; together all.
-        arrivals: what comes back for this rank's own rows, first that of ``near``, then that of ``far``.
+        near: own rows, to the ranks of this node.
+        far: own rows, once to each other node, to the rank with the same local rank.
+        relay: rows received by ``far``, to the ranks of this node.
+        near_rows, relay_rows: buffer row of each row received by ``near`` and by ``relay``, int64; together all rows.
+        arrivals: rows that come back for own rows, first those of ``near``, then those of ``far``.
         ways: see `GroupCastArgs`.
     """
 
@@ -106,7 +106,7 @@ class LevelArgs:
 
     @property
     def num_recv(self) -> int:
-        """Rows this rank receives, not counting those that it hands on."""
+        """Rows this rank receives, without those that it relays."""
         return self.near.num_recv + self.relay.num_recv
 
     @cached_property
@@ -114,7 +114,7 @@ class LevelArgs:
         """Smallest number of local rows that are enough."""
         return max(self.near.num_rows_min, self.far.num_rows_min)
 
-    most: None = None  # no bounds that all ranks know: each part has its own
+    most: None = None  # no bounds common to all ranks: each part has its own
 
     def rows_away(self, rank: int) -> tuple[int, int]:
         """Rows that rank ``rank`` sends to other ranks in a cast, and receives from others."""
@@ -123,5 +123,5 @@ class LevelArgs:
         return sum(sent for sent, _ in away), sum(received for _, received in away)
 
     def rows_far(self, rank: int) -> tuple[int, int]:
-        """The part of `rows_away` that crosses between nodes."""
+        """The part of `rows_away` that crosses nodes."""
         return self.far.rows_away(rank // self.ranks_per_node)

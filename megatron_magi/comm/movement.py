@@ -1,4 +1,4 @@
-"""The interfaces of implementations that move rows between ranks (`Mover`); how rows travel is up to them."""
+"""Interfaces of implementations that move rows between ranks (`Mover`)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Work(Protocol):
     """A communication that has been started."""
 
     def wait(self) -> Any:
-        """Makes the current stream wait until it is over; on CPUs the host waits."""
+        """Makes the current stream wait until it is complete; on CPUs the host waits."""
 
 
 class Started(NamedTuple):
     """A movement of rows that has been started.
 
     Attributes:
-        works: what to wait for.
+        works: communication to wait for.
         buffers: memory that must live until then.
-        finish: to be called after that, on the stream that waited; returns the result.
+        finish: to be called afterwards, on the stream that waited; returns the result.
     """
 
     works: Sequence[Work]
@@ -43,7 +43,7 @@ class Mover[Args](Protocol):
 
         Args:
             tensors: ``[num_rows, ...]`` each; free to change once this returns, unless ``kept``.
-            args: which rows travel where.
+            args: which rows are sent where.
             layout: of ``tensors``.
             kept: the caller does not change ``tensors`` before the result is waited for.
         """
@@ -65,7 +65,7 @@ Into = tuple[Sequence[torch.Tensor], torch.Tensor]
 
 
 class PlacingMover(Mover[GroupCastArgs], Protocol):
-    """A `Mover` that is told where to read and write rows, as one of two levels is."""
+    """A `Mover` that can read and write rows at given indices, as needed for one of two levels."""
 
     def cast(
         self,

@@ -1,4 +1,4 @@
-"""The groups of one rank in a group of several nodes, and what ends them."""
+"""The groups of one rank in a group of several nodes, and their destruction."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class NodeGroups:
     """The groups of one rank inside its node and between nodes; a `Guard` of the whole group.
 
     Attributes:
-        near, relay: the ranks of this node, twice, as what is handed on waits for other nodes and the rest does not.
-        far: the ranks that have this one's place in their nodes.
-        guards: of what serves these groups, asked for when something fails.
+        near, relay: two groups of the ranks of this node, as relayed rows wait for other nodes and own rows do not.
+        far: the ranks with the same local rank in all nodes.
+        guards: guards of these groups, queried when something fails.
     """
 
     near: dist.ProcessGroup
@@ -43,17 +43,17 @@ class NodeGroups:
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, NodeGroups]] = weakref.WeakKeyDictionary()
-"""One a group and size of nodes, made when it is first asked for."""
+"""One for each group and node size, made on first use."""
 
 
 def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> NodeGroups:
-    """The groups of this rank, where each ``ranks_per_node`` neighbours of ``group`` share a node.
+    """The groups of this rank, if every ``ranks_per_node`` consecutive ranks of ``group`` share a node.
 
     Collective over ``group`` the first time; other ranks need not take part.
 
     Raises:
         ValueError: the ranks are no whole number of nodes.
-        RuntimeError: a rank did not come within the time-out of the group.
+        RuntimeError: a rank did not take part within the group's timeout.
     """
     made = _known.setdefault(group, {})
     if ranks_per_node not in made:
@@ -75,11 +75,11 @@ def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> NodeGroups:
 
 
 def _new_group(ranks: list[int], name: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A group that its own ranks make, without the others of the job.
+    """A group that is created by its own ranks only, without the other ranks of the job.
 
-    Torch names such a group by its ranks and by how many groups this rank is in: ranks may be in different numbers of
-    groups, and a group that is made again would find what the store holds of the last. If the default group is bound to
-    a device, torch splits its communicator, to which all ranks of the job would have to come.
+    Torch names such a group by its ranks and by the number of groups this rank is in. But ranks may be in different
+    numbers of groups, and a group that is created again would find entries of the last one in the store. If the default
+    group is bound to a device, torch splits its communicator, in which all ranks of the job would have to take part.
     """
     world, c10d = dist.group.WORLD, dist.distributed_c10d
     assert world is not None
@@ -92,7 +92,7 @@ def _new_group(ranks: list[int], name: str, backend: str, timeout: timedelta) ->
 
 
 def _end(*groups: dist.ProcessGroup) -> None:
-    """Destroys the node groups of a group that is gone."""
+    """Destroys the node groups of a destroyed group."""
     for group in groups:
-        with suppress(Exception):  # the job may have ended all of them
+        with suppress(Exception):  # they may already be destroyed
             dist.destroy_process_group(group)

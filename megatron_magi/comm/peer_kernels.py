@@ -1,4 +1,4 @@
-"""The kernels of ``csrc/group_collective`` by which ranks of one host reach each other's memory, and their launches."""
+"""Launches of the kernels of ``csrc/group_collective`` that access the memory of other ranks of the host."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron_magi.cuda.call_list import Patch, Place, Step
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 
 SUM_LOADS = 2
-"""Accesses of a thread to a row that is added to: kSumLoads of exchange.cu."""
+"""Loads in flight of a thread that adds rows: kSumLoads of exchange.cu."""
 BULK_ROW_BYTES = 1024
-"""Rows at least as long are sent by TMA."""
+"""Rows of at least this length are sent by TMA."""
 
 
 class Shape(NamedTuple):
-    """How a kernel is launched: few SMs for what runs beside attention.
+    """Launch configuration of a kernel: few SMs for kernels that run concurrently with attention.
 
     Attributes:
         threads, num_blocks, shared_bytes: of the launch.
-        rest: its parameters after the rows, as `struct` names them.
-        loads: of a thread before its first store.
-        num_lists: of rows among its parameters.
+        rest: `struct` format of its parameters after the rows.
+        loads: loads of a thread before its first store.
+        num_lists: number of `SlotRows` among its parameters.
     """
 
     threads: int
@@ -44,12 +44,12 @@ SHAPES = {
     "exchange": Shape(768, 24, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
     "announce_rows": Shape(512, 64, "5QqQ2q", shared_bytes=4 * 12 * 4096, num_lists=2),
 }
-"""24 blocks of ``exchange``: 16 fill the links to 0.94 of what 128 do; sums take more."""
+"""24 blocks of ``exchange``: 16 reach 0.94 of the bandwidth of 128; sums need more."""
 _MOST_PULLING = 16
 
 
 def blocks_of(name: str, share: int) -> int:
-    """Blocks of a kernel, each on an SM; ``exchange`` sends and takes in one, beside other work.
+    """Thread blocks of a kernel, each on an SM; ``exchange`` if it both sends and receives, next to other kernels.
 
     Args:
         share: SMs of the group, see `megatron_magi.comm.sm_budget`.
@@ -58,12 +58,12 @@ def blocks_of(name: str, share: int) -> int:
 
 
 def blocks_that_pull(num_blocks: int) -> int:
-    """Of those of ``announce_rows``; the others publish."""
+    """Thread blocks of ``announce_rows`` that pull; the others publish."""
     return min(_MOST_PULLING, max(num_blocks // 4, 1))
 
 
 def blocks_apart(share: int, sums: bool) -> tuple[int, int]:
-    """The same of ``exchange`` where one kernel sends and another takes: sums wait for those that take."""
+    """Thread blocks of ``exchange`` as two kernels, for sending and for receiving; sums are limited by the latter."""
     sending = max(share * 3 // 8, 1) if sums else share // 2
     return sending, share - sending
 
@@ -78,10 +78,10 @@ class PeerKernel(NamedTuple):
 
 
 def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, tuple[str, ...]]]:
-    """Source and macros of the kernels that calls of attention take.
+    """Source and macros of the kernels that attention uses.
 
     Args:
-        partial, wide: of the rows that are summed, and of their sums. Rows of heads are multiples of 16 bytes.
+        partial, wide: dtypes of the rows that are summed, and of their sums. Rows are multiples of 16 bytes.
     """
     vector, needed = WIDEST // partial.itemsize, [("announce_rows", (f"UNIT={WIDEST}",))]
     for row_bytes in (1, BULK_ROW_BYTES):
@@ -96,10 +96,10 @@ def exchange_defines(
     """Macros of exchange.cu.
 
     Args:
-        unit: bytes of an access to what is sent, or copied.
+        unit: bytes of an access to rows that are sent or copied.
         row_bytes: of a row in a slot.
-        types: of what is added, and of what it is added to; empty where rows are copied.
-        vector: elements of an access where rows are added.
+        types: dtypes of the addends and of the results; empty if rows are copied.
+        vector: elements of an access if rows are added.
     """
     is_bulk = unit == WIDEST and row_bytes >= BULK_ROW_BYTES
     defines = f"UNIT={unit}", f"BULK={int(is_bulk)}", f"SUMS={int(bool(types))}"
@@ -126,10 +126,10 @@ class Launch:
     """A kernel with its parameters in memory; a call fills in the addresses of rows.
 
     Args:
-        kernel: what is launched.
+        kernel: the kernel.
         num_blocks: its grid.
-        params: of the kernel.
-        started: see `LaunchConfig`; for what runs beside other work.
+        params: its parameters.
+        started: see `LaunchConfig`; for kernels that run concurrently with others.
     """
 
     def __init__(self, kernel: PeerKernel, num_blocks: int, *params: bytes | int, started: int = 0) -> None:
@@ -143,11 +143,11 @@ class Launch:
         self._config = LaunchConfig(self._kernel, num_blocks, started)
 
     def step(self, *lists: Sequence[Place], overlaps: bool = False, num_blocks: int | None = None) -> Step:
-        """The launch with parameters of its own.
+        """The launch as a step, with a copy of the parameters.
 
         Args:
-            lists: where the tensors of `fire` will be.
-            overlaps: it may start when all blocks of the kernel before it have let it.
+            lists: addresses of the tensors of `fire`.
+            overlaps: launch as a programmatic dependent of the preceding kernel.
             num_blocks: another grid.
         """
         memory = ctypes.create_string_buffer(self._params.raw, len(self._params))
@@ -160,7 +160,7 @@ class Launch:
         return Step(self._kernel, config, ctypes.addressof(memory), memory, patches)
 
     def fire(self, stream: int, *lists: list[Rows]) -> None:
-        """Queues the kernel on a stream, for rows that lie elsewhere than before; the parameters are copied."""
+        """Launches the kernel on a stream for rows at these addresses; the driver copies the parameters."""
         for addresses, rows in zip(self._lists, lists, strict=True):
             for i, row in enumerate(rows):
                 addresses[i] = row[0]

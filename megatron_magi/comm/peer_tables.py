@@ -1,8 +1,8 @@
-"""Tables for ranks that reach each other's memory: where rows go, and where they come from.
+"""Tables for ranks that can access each other's memory: source and destination of rows.
 
-Rows that travel are written into the slots of the ranks that need them, in the order in which these receive them: one
-after the other of one rank, then of the next. Rows that a kernel waits for itself are published instead, each at its
-own number, and fetched by those who need them. Both are told of chunk by chunk.
+Sent rows are written into the slots of the ranks that need them, ordered by source rank. Rows that a kernel waits for
+itself are instead published in the own slot, each at its own row index, and fetched by the ranks that need them. Both
+are signaled chunk by chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 CHUNK_ROWS = 16
-"""Rows that are published together, at least: those of which the numbers divided by this are equal."""
+"""Smallest chunk of published rows: row indices with equal quotient by this number."""
 PEER_SHIFT = 32
 """A place is ``peer << PEER_SHIFT | row``."""
 NUM_ARRAYS = 5
@@ -25,15 +25,15 @@ ROUTE_WORDS = 3 * MAX_RANKS + 3
 
 
 class PeerRows(NamedTuple):
-    """The other side of the rows that travel.
+    """The remote side of sent and received rows.
 
     Attributes:
         owner_rows: row of each received row in its owner's tensors, in the order of arrival, int64 ``[num_recv]``.
-        first_there: of each rank, rows that it receives before the first of this one's.
-        first_back: of each rank, rows that it sends before the first that this one receives.
-        most_rows: of any rank: rows up to the last that it sends. Equal on all ranks, like the next two.
-        most_recv: of any rank: rows that it receives.
-        most_send: of any rank: rows that it sends.
+        first_there: for each rank, the number of rows that it receives before the first from this rank.
+        first_back: for each rank, the number of rows that it sends before the first to this rank.
+        most_rows: maximum over ranks of the rows up to the last that a rank sends. Equal on all ranks, as the next two.
+        most_recv: maximum over ranks of received rows.
+        most_send: maximum over ranks of sent rows.
     """
 
     owner_rows: np.ndarray
@@ -48,12 +48,12 @@ class PeerTables(NamedTuple):
     """`peer_arrays` on a device, int64.
 
     Attributes:
-        fetch: place of each row of the buffer, where rows are published.
-        published: the rows that others fetch, ascending.
+        fetch: place of each row of the buffer, if rows are published.
+        published: the rows that other ranks fetch, ascending.
         starts: chunk i of them is ``published[starts[i]:starts[i + 1]]``.
         counts: lengths of ``fetch`` and of ``published``, and the number of chunks.
-        routes: Route of a cast, of what is given back, and of what is added, ``[3, ROUTE_WORDS]``; zeros in a group of
-            more than `MAX_RANKS`.
+        routes: Route of a cast, of `give_back`, and of `add`, ``[3, ROUTE_WORDS]``; zeros in a group of more than
+            `MAX_RANKS`.
     """
 
     fetch: Tensor
@@ -75,8 +75,8 @@ def peer_arrays(
 
     Args:
         send_index, send_splits, recv_splits, recv_order: of `GroupCastArgs`.
-        num_owned: rows to which anything comes back.
-        peers: the other side.
+        num_owned: rows that receive contributions back.
+        peers: the remote side.
     """
     ranks = np.arange(len(send_splits), dtype=np.int64) << PEER_SHIFT
     fetch = np.repeat(ranks, recv_splits) | peers.owner_rows

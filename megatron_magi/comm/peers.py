@@ -1,6 +1,6 @@
-"""The ranks of one host as each other's memory: who they are, what they share, how they agree on it.
+"""Memory shared by the ranks of one host: rendezvous, eligibility, allocation and mapping, and release.
 
-All of it is decided once a group, by what every rank says of itself in the group's store.
+Whether a group shares memory is decided once, from what every rank writes to the group's store.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _LEFT_AT = MAX_RANKS * (1 << 16) * 4 + (MAX_RANKS + 6) * 4  # Control.left of pe
 _CONTROL_BYTES = _LEFT_AT + MAX_RANKS * 4
 PEERS = struct.Struct("8Q8QQ2q2i")  # Peers of peers.cuh
 
-_LONGEST_PAUSE_S = 0.05  # of a rank that waits for the others to meet it
-_LEAVE_S = 0.5  # how long a rank that leaves waits for the others to leave
+_LONGEST_PAUSE_S = 0.05  # between polls of a rank that waits for the others
+_LEAVE_S = 0.5  # how long a leaving rank waits for the others to leave
 
 
 class Meeting:
-    """Values that all ranks of a group tell each other, by way of the group's store; nothing of it needs a GPU.
+    """A rendezvous: all-gathers of values through the group's store, without a GPU.
 
     Args:
         group: the ranks.
-        what: they meet for, in messages.
+        what: the purpose, for messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, what: str = "native") -> None:
         self._what = what
-        # Not kept alive: with the group goes the store, which may be a server with a port.
+        # A weak reference: the group owns the store, which may be a server with a port.
         self._group = weakref.ref(group)
         self.rank, self.size, self.timeout_s = group.rank(), group.size(), timeout_s(group)
         self._world_ranks = dist.get_process_group_ranks(group)
@@ -61,7 +61,7 @@ class Meeting:
         """``value``, which JSON can hold, of every rank, in the order of ranks.
 
         Raises:
-            RuntimeError: ranks did not come within the time-out of the group; they are named.
+            RuntimeError: ranks did not take part within the group's timeout; they are named.
         """
         group = self._group()
         if group is None:
@@ -75,7 +75,7 @@ class Meeting:
             waited = time.monotonic() - began
             if waited > self.timeout_s:
                 absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise RuntimeError(f"{self._what}: {self.names(absent)} did not come within {self.timeout_s:g} s")
+                raise RuntimeError(f"{self._what}: {self.names(absent)} did not arrive within {self.timeout_s:g} s")
             pause(waited, _LONGEST_PAUSE_S)
         return [json.loads(store.get(key)) for key in keys]
 
@@ -88,28 +88,28 @@ class Shared:
     """Memory of every rank, mapped by every rank.
 
     Attributes:
-        addresses: of each rank's, in this process.
+        addresses: addresses of each rank's memory in this process.
     """
 
     def __init__(self, own: SharedMemory, addresses: list[int], rank: int, device: torch.device) -> None:
         self._own, self.addresses, self._rank, self._device = own, addresses, rank, device
 
     def close(self) -> None:
-        """Unmaps the others'."""
+        """Unmaps the memory of the other ranks."""
         for rank, address in enumerate(self.addresses):
             if rank != self._rank:
                 close_memory(address, self._device)
 
     def free(self) -> None:
-        """Gives this rank's back; no other has it mapped any more."""
+        """Frees this rank's memory, which no other rank may have mapped."""
         self._own.free()
 
 
 def share(meeting: Meeting, num_bytes: int, device: torch.device) -> tuple[Shared | None, str]:
-    """Memory of ``num_bytes`` on every rank, or on none; collective.
+    """Allocates and maps ``num_bytes`` on every rank, or on none; collective.
 
     Returns:
-        What is shared, or None and why not.
+        The shared memory, or None and the reason.
     """
     own, error = None, ""
     try:
@@ -140,19 +140,19 @@ def share(meeting: Meeting, num_bytes: int, device: torch.device) -> tuple[Share
 def _allocate(num_bytes: int, device: torch.device) -> SharedMemory:
     with suppress(RuntimeError):
         return SharedMemory(num_bytes, device)
-    torch.cuda.empty_cache()  # torch may keep what it does not use
+    torch.cuda.empty_cache()  # return torch's cached memory to the driver
     return SharedMemory(num_bytes, device)
 
 
 def refusal_of_host(
     meeting: Meeting, device: torch.device, num_groups: int = 0, is_captured: bool = False
 ) -> str | None:
-    """The reason why the ranks of a group cannot reach each other's memory; None if they can. Collective, and the same
+    """The reason why the ranks of a group cannot access each other's memory; None if they can. Collective, and the same
     on all ranks.
 
     Args:
-        num_groups: of this rank's GPU that do so already.
-        is_captured: CUDA graphs hold launches of some of them.
+        num_groups: groups of this rank's GPU that already do so.
+        is_captured: CUDA graphs contain launches of some of them.
     """
     properties = torch.cuda.get_device_properties(device)
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -175,7 +175,7 @@ def refusal_of_host(
 
 
 def refusal_of(said: list[dict[str, Any]]) -> str | None:
-    """The part of `refusal_of_host` that follows from what the ranks have told each other."""
+    """The part of `refusal_of_host` that follows from the gathered values."""
     if not 2 <= len(said) <= MAX_RANKS:
         return f"is for 2 to {MAX_RANKS} ranks, the group has {len(said)}"
     if any(s["host"] != said[0]["host"] for s in said):
@@ -205,8 +205,8 @@ class PeerMemory:
     """Memory that the kernels of one group share: flags, and slots for rows, which grow when a call needs more.
 
     Attributes:
-        slot_bytes: of one of the slots.
-        generation: another one whenever the slots are others.
+        slot_bytes: size of a slot.
+        generation: changes whenever the slots are reallocated.
         packed: ``Peers`` of peers.cuh.
         notice: int32 ``[8]`` in page-locked memory, ``Notice`` of peers.cuh.
     """
@@ -218,25 +218,25 @@ class PeerMemory:
         self.notice = torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=True)
         self._owned = _Owned(meeting.rank, device, self.notice, control)
         self._finalizer = weakref.finalize(self, self._owned.leave)
-        self._finalizer.atexit = False  # it goes with the process
+        self._finalizer.atexit = False  # at exit the memory is freed with the process
         self.packed = b""
 
     @classmethod
     def make(cls, meeting: Meeting, device: torch.device) -> tuple[PeerMemory | None, str]:
-        """Without slots yet; or None and why not. Collective."""
+        """Makes the memory, without slots yet; or None and the reason. Collective."""
         _give_back_what_all_have_left()
         control, reason = share(meeting, _CONTROL_BYTES, device)
         return (None, reason) if control is None else (cls(meeting, control, device), "")
 
     def grow(self, slot_bytes: int) -> str | None:
-        """Other slots of so many bytes; why not, None when they are there. Collective; waits for all that is queued."""
+        """Reallocates the slots; returns the reason if not possible, else None. Collective; synchronizes the device."""
         torch.cuda.synchronize(self._device)
-        slot_bytes = max(self._meeting.gather(slot_bytes))  # nobody reads the old ones any more
+        slot_bytes = max(self._meeting.gather(slot_bytes))  # no rank reads the old slots any more
         if self._data is not None:
             before, self._owned.data = self._data, None
             self._data, self.slot_bytes = None, 0
             before.close()
-            self._meeting.gather(None)  # nobody has them mapped any more
+            self._meeting.gather(None)  # no rank has them mapped any more
             before.free()
         self._data, reason = share(self._meeting, _NUM_SLOTS * slot_bytes, self._device)
         if self._data is None:
@@ -252,14 +252,14 @@ class PeerMemory:
 
 
 class _Owned:
-    """Memory that this rank shares with a group. It is freed when all ranks have left: until then one may read it."""
+    """Memory that this rank shares with a group; freed when all ranks have left, as they may read it until then."""
 
     def __init__(self, rank: int, device: torch.device, notice: torch.Tensor, control: Shared) -> None:
         self._rank, self._device, self._notice, self._control = rank, device, notice, control
         self.data: Shared | None = None
 
     def leave(self) -> None:
-        """Ends what this rank has under way, and tells the others that it reads their memory no more."""
+        """Waits for or stops this rank's kernels, and signals to the others that it no longer accesses their memory."""
         self._notice[0] = 1
         torch.cuda.synchronize(self._device)
         if self.data is not None:
@@ -275,19 +275,19 @@ class _Owned:
             time.sleep(0.01)
 
     def is_left_by_all(self) -> bool:
-        """Whether no other rank has this one's memory mapped."""
+        """Whether no other rank has this rank's memory mapped."""
         left = read_words(self._control.addresses[self._rank] + _LEFT_AT, len(self._control.addresses), self._device)
         return all(has_left for rank, has_left in enumerate(left) if rank != self._rank)
 
     def free(self) -> None:
-        """Gives this rank's memory back."""
+        """Frees this rank's memory."""
         if self.data is not None:
             self.data.free()
         self._control.free()
 
 
 _left: list[_Owned] = []
-"""Memory of groups that this rank has left and others have not yet; freed with the process at the latest."""
+"""Memory of groups that this rank has left but others have not; freed at process exit at the latest."""
 
 
 def _give_back_what_all_have_left() -> None:

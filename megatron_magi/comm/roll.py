@@ -1,4 +1,4 @@
-"""roll: a shift of the global sequence over shards. Only rows that change their rank travel. Differentiable."""
+"""roll: a shift of the global sequence over shards. Only rows that change rank are sent. Differentiable."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class RollArrays:
     """The steps of one rank to roll the global sequence, as int64 arrays on the CPU.
 
     Attributes:
-        shift: places that tokens move towards the end.
+        shift: positions that tokens move towards the end.
         num_rows: rows of the shard.
-        local_from: row whose content row i takes; i itself where it comes from another rank.
-        local_to: row that takes the content of row i; i itself where another rank takes it.
-        send_rows: rows whose content goes to other ranks, grouped by rank.
-        send_splits: how many to each.
-        recv_rows: rows whose content comes from other ranks, grouped by rank.
-        recv_splits: how many from each.
+        local_from: source row of row i; i itself if the source is on another rank.
+        local_to: destination row of row i; i itself if it is on another rank.
+        send_rows: rows that are sent to other ranks, grouped by rank.
+        send_splits: number of rows to each rank.
+        recv_rows: rows that are received from other ranks, grouped by rank.
+        recv_splits: number of rows from each rank.
     """
 
     shift: int
@@ -43,7 +43,7 @@ class RollArrays:
     recv_splits: tuple[int, ...]
 
     def tables(self) -> tuple[RollFacts, list[np.ndarray]]:
-        """All arrays that there and back take, and the rest; see `RollArgs.from_uploaded`."""
+        """All arrays of both directions, and the rest; see `RollArgs.from_uploaded`."""
         there, sent = CastTables.of(self.send_rows, self.send_splits, self.recv_splits, None).arrays()
         back, received = CastTables.of(self.recv_rows, self.recv_splits, self.send_splits, None).arrays()
         return RollFacts(self.shift, self.num_rows, there, back), [self.local_from, self.local_to, *sent, *received]
@@ -90,7 +90,7 @@ def make_roll_args(global_index: Sequence[np.ndarray], shift: int, total_seqlen:
     owner[tokens[is_token]] = np.repeat(np.arange(len(lengths)), lengths)[is_token]
     row[tokens[is_token]] = np.concatenate([np.arange(n) for n in lengths])[is_token]
     mine = np.asarray(global_index[cp_rank], dtype=np.int64)
-    # Both ends list the rows they exchange by the receiver's token, so the lists agree.
+    # Sender and receiver order the rows they exchange by the receiver's token, so the lists agree.
     received = _exchange_by_rank(mine, -shift, owner, row, cp_rank, by_sender=False)
     sent = _exchange_by_rank(mine, shift, owner, row, cp_rank, by_sender=True)
     return RollArrays(
@@ -108,7 +108,7 @@ def make_roll_args(global_index: Sequence[np.ndarray], shift: int, total_seqlen:
 def _exchange_by_rank(
     mine: np.ndarray, distance: int, owner: np.ndarray, row: np.ndarray, cp_rank: int, by_sender: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pairs each row of a shard with the row whose token is ``distance`` places further.
+    """Pairs each row of a shard with the row whose token is ``distance`` positions further.
 
     Args:
         mine: token of each row of the shard, int64 ``[num_rows]``.
@@ -123,7 +123,7 @@ def _exchange_by_rank(
     total_seqlen = len(owner)
     partner_row = np.arange(len(mine), dtype=np.int64)
     rows = np.flatnonzero(mine < total_seqlen)
-    partner = (mine[rows] + distance) % total_seqlen  # of no token where there is none
+    partner = (mine[rows] + distance) % total_seqlen  # arbitrary if there are no tokens
     is_local = owner[partner] == cp_rank
     partner_row[rows[is_local]] = row[partner[is_local]]
     rows, partner = rows[~is_local], partner[~is_local]
@@ -178,7 +178,7 @@ def roll(
 ) -> torch.Tensor:
     """Rolls the global sequence of a dispatched tensor, as `torch.roll` would roll the whole.
 
-    Only rows that change their rank travel. The gradient is rolled back.
+    Only rows that change rank are sent. The gradient is rolled back.
 
     Args:
         x_local: this rank's shard, ``[..., num_rows, ...]``.
@@ -224,9 +224,9 @@ class _Roll(torch.autograd.Function):
 
 
 def _roll_rows(x_local: torch.Tensor, args: RollArgs, group: dist.ProcessGroup | None, impl: str) -> torch.Tensor:
-    # Which row of its owner a row is was not worked out for rolls: they are small.
+    # The owners' row indices are not computed for rolls, which are small.
     handle = group_cast([x_local], args.forward, group, "auto" if impl == "native" else impl)
     out = x_local.index_select(0, args.local_from)
     (received,) = handle.wait()
-    # The rows that this rank takes from others are those it would send when rolling back.
+    # The rows that this rank receives are those it would send when rolling back.
     return out.index_copy_(0, args.backward.send_index, received)

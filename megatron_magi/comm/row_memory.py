@@ -1,4 +1,4 @@
-"""Rows as the kernels of ``csrc/group_collective`` see them: where they lie, and what can be added to what."""
+"""Memory layouts of rows for the kernels of ``csrc/group_collective``, and which dtypes can be added."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from megatron_magi.comm.row_layout import RowLayout
 
 MOST_TENSORS = 4
-"""Tensors of one launch."""
+"""Most tensors of one launch."""
 WIDEST = 16
-"""Bytes of an access."""
+"""Bytes of the widest access."""
 ELEMENTS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "float", torch.float64: "double"}
-"""Names of the types of rows that are added."""
+"""C++ names of the element types of rows that are added."""
 
 Rows = tuple[int, int, int]
-"""Rows in memory: address, bytes from one to the next, bytes of one."""
+"""Rows in memory: address, stride in bytes, bytes of a row."""
 SLOT_ROWS = struct.Struct("4Q4q4i2iq")
 """``SlotRows`` of peers.cuh."""
 
@@ -30,7 +30,7 @@ def with_rows(x: Tensor) -> Tensor:
 
 
 def can_add(layout: RowLayout, into: Sequence[Tensor]) -> bool:
-    """Whether rows of ``layout`` are added to ``into``: of equal dtypes and widths, of 16 or 32 bits, or all of 64."""
+    """Whether the kernels can add rows of ``layout`` to ``into``: equal dtypes and widths, 16 or 32 bits, or all 64."""
     partial, wide = layout.dtypes[0], into[0].dtype
     if len(into) > MOST_TENSORS or not {partial, wide} <= ELEMENTS.keys():
         return False
@@ -39,12 +39,12 @@ def can_add(layout: RowLayout, into: Sequence[Tensor]) -> bool:
 
 
 def rows_of(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Rows]:
-    """Where rows of tensors lie; ``sizes``: bytes of one, of each."""
+    """The rows of tensors; ``sizes``: bytes of a row of each."""
     return [(x.data_ptr(), x.stride(0) * x.element_size(), size) for x, size in zip(tensors, sizes, strict=True)]
 
 
 def rows_in(buffer: Tensor, layout: RowLayout) -> list[Rows]:
-    """Where rows of each tensor lie in a buffer of a layout."""
+    """The rows of each tensor in a buffer of a layout."""
     address = buffer.data_ptr()
     return [(address + at, layout.row_bytes, size) for at, size in zip(layout.offsets, layout.sizes, strict=True)]
 
@@ -59,7 +59,7 @@ def widest(rows: list[Rows]) -> int:
 
 
 def vector_of(rows: list[Rows], partial: torch.dtype, wide: torch.dtype) -> int:
-    """Elements of an access when rows of one type are added to ``rows`` of another."""
+    """Elements of an access if rows of dtype ``partial`` are added to ``rows`` of dtype ``wide``."""
     bits = WIDEST * max(wide.itemsize // partial.itemsize, 1)
     for address, stride, size in rows:
         bits |= stride | size | (address if address % WIDEST else 0)
@@ -73,7 +73,7 @@ def pack_slot_rows(rows: list[Rows], row_bytes: int, unit: int, loads: int) -> b
         rows: of each tensor, in their order in a slot.
         row_bytes: of a row in a slot.
         unit: bytes of an access to ``rows``.
-        loads: accesses of a thread before it waits for the first.
+        loads: loads that a thread issues before its first store.
     """
     rest = (0,) * (MOST_TENSORS - len(rows))
     *begin, units = accumulate((size // unit for _, _, size in rows), initial=0)

@@ -1,4 +1,4 @@
-"""Row operations in plain torch, on any device: they define what the kernels compute.
+"""Row operations in plain torch, on any device: the reference for the kernels.
 
 `megatron_magi.comm.gpu_rows` has those that collectives call for GPUs.
 """
@@ -140,9 +140,9 @@ def merge_rows(
 ) -> None:
     """Merges partial attention results by their log-sum-exp, in place.
 
-    A part whose lse is -inf has seen no key: it counts nothing, whatever its output holds. A
-    row without any other part gets output 0 and lse -inf. NaN in any other part stays visible.
-    A part with lse inf, as an infinite sink makes it, has all the weight.
+    A part whose lse is -inf has seen no key: it is ignored, whatever its output contains. A
+    row without any other part gets output 0 and lse -inf. NaN in any other part propagates.
+    A part with lse inf, from an infinite sink, has weight 1.
 
     Args:
         arriving_out: ``[num_arriving, num_heads, head_dim]``; ``arriving_lse``: ``[num_arriving, num_heads]``.

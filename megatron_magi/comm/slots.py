@@ -1,4 +1,4 @@
-"""The slots in which ranks publish rows: how rows lie there, and what fits."""
+"""The slots for rows: their size, row layout and chunks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from megatron_magi.comm.row_memory import MOST_TENSORS, WIDEST
 MOST_BYTES = 1 << 30
 """Most bytes of a slot, of which a rank has two; calls that need more use another implementation."""
 MAX_CHUNKS = 1 << 16
-"""Chunks of rows that may be told of in a slot, kMaxChunks of peers.cuh: more than what fits in the largest makes."""
+"""Most chunks of a slot, kMaxChunks of peers.cuh: more than the largest slot can have."""
 _LEAST_BYTES = 16 << 20
-_CHUNK_BYTES = 64 << 10  # about what is told of together
-_LEAST_CHUNK_BYTES, _CHUNKS = 8 << 10, 128  # where rows are few: as many threads as there are take part
+_CHUNK_BYTES = 64 << 10  # approximate size of a chunk, which has one flag
+_LEAST_CHUNK_BYTES, _CHUNKS = 8 << 10, 128  # for few rows: smaller chunks, so that all threads take part
 _MAX_FITTING = 1024
 
 
 class Room:
-    """The slots of a group, which grow when a call needs more. Every rank asks the same and gets the same answer.
+    """The slots of a group, which grow when a call needs more. Every rank makes the same requests.
 
     Attributes:
-        most_bytes: of a slot.
-        stays: the slots are where they are, for launches that CUDA graphs have captured.
+        most_bytes: most bytes of a slot.
+        stays: the slots must not be reallocated, as captured CUDA graphs refer to them.
     """
 
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
-        self._fitting: dict[tuple[int, int | None], RowLayout] = {}  # by identity, which is quick
+        self._fitting: dict[tuple[int, int | None], RowLayout] = {}  # by identity, for a fast lookup
         self._failure: str | None = None
         self.most_bytes, self.stays = MOST_BYTES, False
 
@@ -37,7 +37,7 @@ class Room:
         """See `megatron_magi.comm.impl.native.Native.refusal`.
 
         Raises:
-            RuntimeError: ranks did not come to make room, now or earlier.
+            RuntimeError: ranks did not take part in an allocation, now or earlier.
         """
         if (id(layout), most_rows) in self._fitting:
             return None
@@ -61,7 +61,7 @@ class Room:
             self._fitting.clear()
             try:
                 reason = self._memory.grow(wanted)
-            except RuntimeError as error:  # ranks no longer know what the others have
+            except RuntimeError as error:  # ranks no longer know the slots of the others
                 self._failure = str(error)
                 raise
             if reason is not None:
@@ -80,16 +80,16 @@ def most_rows(layout: RowLayout) -> int:
 
 @lru_cache(maxsize=64)
 def slot_row_bytes(layout: RowLayout) -> int:
-    """Bytes of a row in a slot: its tensors side by side, and a gap after the last."""
+    """Bytes of a row in a slot: its tensors concatenated, with padding after the last."""
     return max(-(-sum(layout.sizes) // WIDEST), 1) * WIDEST
 
 
 def chunk_shift(row_bytes: int) -> int:
-    """Log2 of the rows that are published together."""
+    """Log2 of the rows of a chunk of published rows."""
     return max(_CHUNK_BYTES // row_bytes, CHUNK_ROWS).bit_length() - 1
 
 
 def sent_shift(row_bytes: int, most_rows: int) -> int:
-    """Log2 of the rows that are written together into the slot of another rank, which gets up to ``most_rows``."""
+    """Log2 of the rows of a chunk in the slot of another rank, which receives up to ``most_rows``."""
     num_bytes = min(max(row_bytes * most_rows // _CHUNKS, _LEAST_CHUNK_BYTES), _CHUNK_BYTES)
     return max(num_bytes // row_bytes, 1).bit_length() - 1

@@ -1,6 +1,6 @@
-"""Arguments of collectives whose tables change in device memory and stay where they are, for captured launches.
+"""Arguments of collectives whose tables are at fixed addresses and change in place, for captured launches.
 
-For ranks that reach each other's memory: their kernels take the numbers of rows from tables as well
+For ranks that can access each other's memory: their kernels also read the numbers of rows from tables
 (`megatron_magi.comm.impl.native`).
 """
 
@@ -17,23 +17,23 @@ from megatron_magi.comm.peer_tables import NUM_ARRAYS, PeerTables
 from megatron_magi.comm.rows import Arrivals
 
 TAIL_ROWS = 256
-"""Rows behind those that come which kernels may read."""
+"""Rows after the received ones that kernels may read."""
 
 
 class StaticArgs:
     """Arguments with room for the rows of other microbatches.
 
     Args:
-        samples: of microbatches for which there is to be room, built with peers, on their device; those in which a row
-            travels.
-        num_rows: of every rank.
-        num_ranks: of the group.
+        samples: arguments of sample microbatches that must fit, built with peers, on their device; only those that send
+            rows.
+        num_rows: rows of every rank.
+        num_ranks: ranks of the group.
         device: of the tables.
-        headroom: how many times the rows that travel there is room for; never more than the other ranks have.
+        headroom: capacity as a multiple of the rows sent there; never more than the other ranks have.
 
     Attributes:
-        args: stand for those of the microbatch that was loaded, for impl ``native``. ``num_recv`` rows arrive at most.
-        tail: the numbers of the `TAIL_ROWS` rows behind those that arrive, int64: what lies there is anything.
+        args: the arguments of the loaded microbatch, for impl ``native``. ``num_recv`` is the most received rows.
+        tail: indices of the `TAIL_ROWS` rows after the received ones, int64, whose contents are undefined.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StaticArgs:
             host=None,
             is_static=True,
         )
-        known = vars(self.args)  # where cached properties keep what they have made
+        known = vars(self.args)  # where cached properties store their values
         known["recv_position"], known["arrivals"] = tables[2], Arrivals(*tables[3:], ())
         known["peers"] = PeerTables(*peers)
         self.tail = self._numbers[:TAIL_ROWS].clone()
@@ -79,7 +79,7 @@ class StaticArgs:
         return None
 
     def take(self, args: GroupCastArgs | None) -> list[tuple[Tensor, Tensor]]:
-        """The copies that load other arguments, as sources and targets; ``None``: no row travels."""
+        """The copies that load other arguments, as sources and targets; ``None``: no row is sent."""
         count = 0 if args is None else args.num_recv
         torch.add(self._numbers[:TAIL_ROWS], count, out=self.tail)
         own = [self.args.send_index, self.args.recv_order, self.args.recv_position, *_arrays(self.args)]

@@ -44,8 +44,8 @@ class StaticKey:
 
         Raises:
             ValueError: the group or the configuration is another.
-            RuntimeError: the ranks' keys disagree, another rank raised an error in this call, or a rank did not come to
-                an earlier one in time.
+            RuntimeError: the ranks' keys disagree, another rank raised an error in this call, or a rank timed out
+                in an earlier one.
         """
         with told(self.group):
             runtime = self._runtimes.get(key)

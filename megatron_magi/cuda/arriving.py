@@ -1,4 +1,4 @@
-"""Rows that arrive while the kernel that reads them runs: what who brings them tells who waits for them."""
+"""Rows that arrive while the kernel that reads them runs: what the fetching and the waiting kernel share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_magi.cuda.call_list import Place, Step
 
 MOST_PARTS = 16
-"""Parts that are told of one by one at most: kMostParts of csrc/common/arrivals.cuh."""
+"""Most parts of the rows, each with its own flag: kMostParts of csrc/common/arrivals.cuh."""
 FLAG_BYTES = 2 * 4 * MOST_PARTS
-"""Of ArrivalFlags there."""
+"""Size of ArrivalFlags there."""
 _LEAST_PART_ROWS = 256
 
 
@@ -29,19 +29,19 @@ class GateParams(ctypes.Structure):
 
 
 class Arriving(NamedTuple):
-    """Rows that a kernel brings which is to be queued before the one that waits for them.
+    """Rows fetched by a kernel that is launched right before the kernel that waits for them.
 
-    That one starts when all blocks of the other have an SM, which is what makes waiting safe: it is queued as one that
-    may overlap, on the same stream. Between the two may be one that overlaps likewise, lets the next one start when its
-    own results are there, and ends behind the one that brings the rows.
+    The waiting kernel is a programmatic dependent launch on the same stream: it starts when all thread blocks of the
+    fetching kernel are resident, so waiting cannot deadlock. Another dependent kernel may be launched between the two,
+    if it triggers the launch of the next one when its own results are written, and ends after the fetching kernel.
 
     Attributes:
-        tensors: like those that the rows will be in, ``[num_rows, ...]`` each.
-        places: where these will be.
-        step: the kernel that brings the rows.
+        tensors: tensors of the layout of the destination, ``[num_rows, ...]`` each.
+        places: addresses of the destination.
+        step: the fetching kernel.
         call, arrived, broken, notice: addresses, see `GateParams`.
-        timeout_ns: after which who brings them gives up; who waits does after twice as long.
-        overlaps: whether the kernel that waits may start before all rows have come.
+        timeout_ns: timeout of the fetching kernel; the waiting kernel stops after twice as long.
+        overlaps: whether the waiting kernel may start before all rows have arrived.
     """
 
     tensors: Sequence[Tensor]
@@ -55,7 +55,7 @@ class Arriving(NamedTuple):
     overlaps: bool = True
 
     def gate(self, first: int) -> GateParams:
-        """What who waits is told; ``first``: number of the first row."""
+        """Parameters of the waiting kernel; ``first``: index of the first row."""
         num_rows = len(self.tensors[0])
         return GateParams(
             self.call, self.arrived, self.broken, self.notice, 2 * self.timeout_ns, num_rows, part_rows(num_rows), first
@@ -63,5 +63,5 @@ class Arriving(NamedTuple):
 
 
 def part_rows(num_rows: int) -> int:
-    """Rows that are told of together."""
+    """Rows of a part."""
     return max(-(-num_rows // MOST_PARTS), _LEAST_PART_ROWS)

@@ -1,1 +1,1 @@
-"""Attention on one device: slices in, output and log-sum-exp out. Knows no ranks and no plans."""
+"""Attention on one device: slices in, output and log-sum-exp out. Independent of ranks and plans."""

@@ -1,7 +1,7 @@
-"""How the blocked implementation walks a table of bands: which rows meet which keys, and what is hidden.
+"""Plan of the blocked implementation for a table of bands: blocks of rows, their keys, and masks.
 
 A *block* is a set of query rows that are computed together, against all keys that any of them
-sees and no other key. Neighbouring short documents share a block where that costs less
+sees and no other key. Adjacent short documents share a block if that costs less
 than another round of calls; long ones are cut. Only rows that see something are in a block, so
 tokens in no visible pair are never read.
 """
@@ -31,7 +31,7 @@ class BlockLimits:
     """Sizes that suit a device.
 
     Attributes:
-        call_cost: logits that take as long as the calls for one more block.
+        call_cost: cost of the calls for one more block, in logits.
         min_rows, max_rows: bounds of the height of a block.
         max_logits: logits that exist at once, all heads together.
     """
@@ -188,7 +188,7 @@ class _Atoms:
 
 
 def _join(atoms: _Atoms, num_heads_q: int, limits: BlockLimits) -> list[tuple[int, int, list]]:
-    """Joins neighbouring atoms while one block is cheaper than two: ``(first, last, keys)``."""
+    """Joins adjacent atoms while one block is cheaper than two: ``(first, last, keys)``."""
     free = limits.call_cost // num_heads_q
     height = limits.rows(num_heads_q)
     blocks = []
@@ -223,7 +223,7 @@ def _union(a: list, b: list) -> list:
 
 
 def _make_block(pieces: np.ndarray, key_ranges: np.ndarray, num_heads_q: int, limits: BlockLimits) -> RowBlock:
-    """A block whose index tensors are numpy arrays still, see `_uploaded`."""
+    """A block with numpy arrays instead of index tensors, see `_uploaded`."""
     row_ranges, _ = bd.merge_ranges(pieces[:, [bd.Q0, bd.Q1]])
     num_rows, num_keys = _total(row_ranges), _total(key_ranges)
     # What each row sees, in positions within the block: disjoint, non-touching, sorted by row.

@@ -1,4 +1,4 @@
-"""Derivatives that there are none of are errors: attention has gradients alone, first ones."""
+"""Errors for unsupported derivatives: attention has first-order reverse-mode gradients only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_magi.eager import refuse_transforms
 def once_differentiable(backward: Callable) -> Callable:
     """Marks the backward of an autograd function; its second derivative is an error.
 
-    torch's own is silent where the first gradient needs none: gradients then count as constants, although they
-    depend on the tensors that the forward has kept.
+    torch's own decorator raises no error if the incoming gradient does not require grad: gradients then count as
+    constants, although they depend on the saved tensors.
     """
     once = stock(backward)
 
     @functools.wraps(backward)
     def checked(ctx: Any, dout: Tensor | None, *others: Tensor | None) -> Any:
-        if not torch.is_grad_enabled():  # nothing is recorded, so that there is nothing to refuse
+        if not torch.is_grad_enabled():  # nothing is recorded, so there is nothing to reject
             return backward(ctx, dout, *others)
         if dout is not None:
             dout = dout.detach().requires_grad_()
@@ -34,12 +34,12 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raises RuntimeError for tensors of forward-mode AD, whose tangents kernels and operators would drop.
+    """Raises RuntimeError for dual tensors of forward-mode AD, whose tangents kernels and operators would drop.
 
-    And in transforms of `torch.func`.
+    Also in transforms of `torch.func`.
     """
     refuse_transforms("attention")
-    # What is asked of every call of every layer has to be cheap, and there is no public way that is.
+    # A check in every call of every layer has to be cheap; no public function is.
     if forward_ad._current_level < 0:
         return
     if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors):

@@ -1,4 +1,4 @@
-"""The check that attention's tensors are finite: a pass over memory and a wait for the device, where asked for."""
+"""The optional check that attention's tensors are finite: a pass over memory and a device synchronization."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Describe = Callable[[str, int], str]
 def require_finite(tensors: dict[str, Tensor | None], describe: Describe) -> None:
     """Raises for the first tensor with a row that holds NaN or inf.
 
-    A sink may be infinite, which has a meaning: it takes nothing, or all.
+    A sink may be infinite: its weight is then 0 or 1.
 
     Args:
         tensors: by name, ``[num_rows, ...]``; None is left out.
-        describe: what a row is, in words, from the tensor's name and the row.
+        describe: describes a row in words, from the tensor's name and the row.
 
     Raises:
         ValueError: the message begins with the tensor's name and says which row, what it is, and on which rank.
@@ -36,7 +36,7 @@ def require_finite(tensors: dict[str, Tensor | None], describe: Describe) -> Non
 
 
 def describe_by_bands(bands: np.ndarray) -> Describe:
-    """Tells rows of q and dout that see a key, and keys that are seen, from those that the mask hides."""
+    """Distinguishes visible rows of q and dout, and visible keys, from hidden ones."""
 
     def describe(name: str, row: int) -> str:
         return "" if name == "sink" else kind_of_row(name, is_visible(bands, row, by_key=name in ("k", "v")))
@@ -45,7 +45,7 @@ def describe_by_bands(bands: np.ndarray) -> Describe:
 
 
 def kind_of_row(name: str, visible: bool) -> str:
-    """What a row is, in words."""
+    """Description of a row."""
     if visible:
         return "it is visible"
     return "it is hidden: no query sees it" if name in ("k", "v") else "it is hidden: it sees no key"

@@ -1,4 +1,4 @@
-"""What is known of arrays that nothing can change: remembered for as long as they live."""
+"""Cached facts about immutable arrays, for as long as these live."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class FrozenMemo[V]:
         self._known: dict[int, tuple[weakref.ref, V]] = {}
 
     def get(self, array: np.ndarray) -> V | None:
-        """The value of the array, None where none is known."""
+        """The value of the array, or None."""
         known = self._known.get(id(array))
         return known[1] if known is not None and known[0]() is array and not array.flags.writeable else None
 
     def put(self, array: np.ndarray, value: V) -> None:
-        """Remembers the value, unless the array may change."""
+        """Stores the value, unless the array is mutable."""
         if array.flags.writeable or array.base is not None:
             return
         key = id(array)

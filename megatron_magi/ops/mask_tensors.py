@@ -1,4 +1,4 @@
-"""Masks that come as tensors: inputs of compiled graphs, and ranges that are on a device.
+"""Masks given as tensors: inputs of compiled graphs, and ranges on a device.
 
 A mask as tensors is a list of one of three forms: ``[packed]`` (see `AttnMask.packed`), ``[bands]``, or ``[q_ranges,
 k_ranges]`` with or without ``attn_type_map``. Only their content counts, so a compiled graph serves all masks.
@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 def bands_of(mask: Sequence[Tensor], num_rows: int, num_keys: int) -> np.ndarray:
-    """The bands of a mask that comes as tensors, int64 ``[n, 6]``.
+    """The bands of a mask given as tensors, int64 ``[n, 6]``.
 
     Args:
         mask: in one of the forms above.
@@ -48,7 +48,7 @@ def bands_of(mask: Sequence[Tensor], num_rows: int, num_keys: int) -> np.ndarray
 def mask_of_ranges(ranges: Sequence[Tensor], num_rows: int, num_keys: int) -> AttnMask:
     """The mask of ``[q_ranges, k_ranges]`` or ``[q_ranges, k_ranges, attn_type_map]``.
 
-    Tensors on a device are copied to the host once, not again as long as torch knows them unchanged: see
+    Tensors on a device are copied to the host once, and again only if torch has counted a change: see
     `DeviceRanges`.
 
     Raises:
@@ -67,7 +67,7 @@ class HostRanges:
     Attributes:
         table: int64 ``[n, 5]``: of each slice its ranges and type; not checked against the numbers of tokens.
         num_rows, num_keys: as given.
-        number: of no other ranges, to remember by what was made of these.
+        number: unique, a cache key for what is derived from these ranges.
 
     Raises:
         ValueError: an argument, named in the message, has a wrong shape or dtype.
@@ -112,7 +112,7 @@ def ranges_of_arrays(ranges: Sequence[np.ndarray], num_rows: int, num_keys: int)
 
 
 def _renamed(message: str) -> str:
-    """What `AttnMask` says of its slices, beginning with the argument that they came from."""
+    """An error message of `AttnMask` about slices, with the name of the argument that they came from."""
     columns = dict(zip(("q_range", "k_range", "mask_type"), _NAMES, strict=True))
     return f"{columns.get(message.split()[0], 'q_ranges, k_ranges')}: {message}"
 
@@ -141,9 +141,9 @@ def _slice_table(ranges: Sequence[np.ndarray]) -> np.ndarray:
 class DeviceRanges:
     """Masks of ranges on a device, by the tensors' identity: layers share one copy to the host.
 
-    A tensor is known again if it shows the same elements of the same memory and torch has counted no change of
-    them since. Changes that torch does not count (through ``Tensor.data``, by kernels of others, by the replay of
-    a captured graph) are not noticed. Tensors made in inference mode count no changes and are copied each time.
+    A tensor is recognized if it is a view of the same elements of the same memory and its version counter is
+    unchanged. Changes that do not increment the counter (through ``Tensor.data``, by foreign kernels, by the replay of
+    a captured graph) are not noticed. Tensors made in inference mode have no counter and are copied each time.
 
     Args:
         max_items: masks that are kept, the least recently used one is dropped first.
@@ -164,7 +164,7 @@ class DeviceRanges:
         found = self._ranges.get(key)
         if found is None:
             on_host = ranges_of_arrays(_to_host(ranges), num_rows, num_keys)
-            # As long as a weak reference is kept, no other storage gets its address: a key never means another tensor.
+            # While a weak reference exists, no other storage gets its address, so a key never refers to another tensor.
             found = on_host, [StorageWeakRef(t.untyped_storage()) for t in ranges]
             self._ranges.put(key, found, 8 * on_host.table.nbytes)
         return found[0]
@@ -187,7 +187,7 @@ def _array(t: Tensor) -> np.ndarray:
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """Copies in host memory, by a single transfer where it can be: each waits for the device."""
+    """Copies to host memory, in a single transfer if possible, as each one waits for the device."""
     if any(t.dtype not in _INTEGERS for t in tensors):
         return [_array(t) for t in tensors]
     flat = torch.cat([t.reshape(-1).to(torch.int64) for t in tensors]).cpu()

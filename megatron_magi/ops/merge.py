@@ -6,7 +6,7 @@ log of its denominator. Two results over disjoint keys combine by
     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
 which is associative and commutative, with ``(0, -inf)``, the result over no key, as identity.
-A result with lse inf, as an infinite sink makes it, has all the weight.
+A result with lse inf, from an infinite sink, has weight 1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     if out_a.shape != out_b.shape:
         raise ValueError(f"out_b: expected the shape of out_a, {list(out_a.shape)}, got {list(out_b.shape)}")
     weight_a, weight_b, lse = _weights(lse_a, lse_b)
-    # A side without keys is dropped, not multiplied by 0: its output may be garbage.
+    # A side without keys is dropped, not multiplied by 0: its output may be NaN.
     part_a = torch.where(weight_a[..., None] > 0, out_a, 0) * weight_a[..., None]
     part_b = torch.where(weight_b[..., None] > 0, out_b, 0) * weight_b[..., None]
     return (part_a + part_b).to(torch.promote_types(out_a.dtype, out_b.dtype)), lse
@@ -66,9 +66,9 @@ def merge_(out: Tensor, lse: Tensor, out_new: Tensor, lse_new: Tensor) -> None:
 def _weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = torch.maximum(lse_a, lse_b).detach()
     nothing, infinite = largest == -torch.inf, largest == torch.inf
-    # Where a side is inf, all that counts is which sides are.
+    # If a side is inf, only infinite sides have weight.
     lse_a, lse_b = (torch.where(infinite, torch.where(x == torch.inf, 0, -torch.inf), x) for x in (lse_a, lse_b))
-    # The shift cancels in the result. 0 in these two cases keeps inf - inf away.
+    # The shift cancels in the result. 0 in these two cases avoids inf - inf.
     shift = largest.masked_fill(nothing | infinite, 0)
     exp_a, exp_b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
     # The denominator of an empty row is 1, so that neither value nor gradient divides by 0.
@@ -89,7 +89,7 @@ def sink_lse(sink: Tensor, dtype: torch.dtype) -> Tensor:
     """All sinks of a head as one term of the denominator.
 
     Sinks are logits without a value: a row's denominator gains ``sum_i exp(sink_i)`` and its
-    output gains nothing. As a partial result that is ``(0, sink_lse)``. A sink of inf takes all:
+    output gains nothing. As a partial result that is ``(0, sink_lse)``. With a sink of inf
     the row's output is 0, its lse inf, and all gradients through it are 0.
 
     Args:
@@ -101,13 +101,13 @@ def sink_lse(sink: Tensor, dtype: torch.dtype) -> Tensor:
         ``[num_heads_q]`` or ``[num_rows, num_heads_q]``; -inf when there is no sink. It may be a view of ``sink``.
     """
     sink = sink.to(dtype)
-    # A sum over one has nine launches.
+    # logsumexp would need nine launches.
     return sink.squeeze(-2).contiguous() if sink.shape[-2] == 1 else torch.logsumexp(sink, dim=-2)
 
 
 @torch.no_grad()
 def merge_sink_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Lets sinks join the denominator of ``(out, lse)``, in place: `merge_` with ``(0, sinks)``.
+    """Adds sinks to the denominator of ``(out, lse)``, in place: `merge_` with ``(0, sinks)``.
 
     Args:
         out, lse: a partial result, out 0 where lse is -inf.
@@ -119,7 +119,7 @@ def merge_sink_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Gradient of the sink, from what the backward of attention has anyway.
+    """Gradient of the sink, from quantities that the backward of attention already has.
 
     The output of a row is ``sum_k p_k v_k`` with ``p_k = exp(s_k - lse)``. A sink enters by lse
     alone, with ``d lse / d sink = exp(sink - lse)``, its share of the denominator. So

@@ -1,7 +1,7 @@
-"""The tensors of one pass of attention as implementations take them: what it reads, and what it writes or adds to.
+"""The tensors of one pass of attention for implementations: inputs, and outputs that are written or added to.
 
-Shapes are those of `megatron_magi.ops.slice_passes`. A pass that is prepared before there are tensors takes layouts
-(`Layout`) in their place.
+Shapes are those of `megatron_magi.ops.slice_passes`. A pass that is prepared without tensors takes layouts (`Layout`)
+instead.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatron_magi.cuda.layout import Like
 
 
 class ForwardInputs(NamedTuple):
-    """What a forward pass reads.
+    """Inputs of a forward pass.
 
     Attributes:
         q, k, v: queries, keys and values.
-        sink_lse: all sinks of a head in one, ``[num_heads_q]`` or ``[num_rows, num_heads_q]``; None without sinks.
+        sink_lse: logsumexp of a head's sinks, ``[num_heads_q]`` or ``[num_rows, num_heads_q]``; None without sinks.
     """
 
     q: Like
@@ -29,7 +29,7 @@ class ForwardInputs(NamedTuple):
 
 
 class ForwardOutput(NamedTuple):
-    """What a forward pass writes.
+    """Outputs of a forward pass.
 
     Attributes:
         out, lse: the result.
@@ -42,10 +42,10 @@ class ForwardOutput(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What a backward pass reads.
+    """Inputs of a backward pass.
 
     Attributes:
-        q, k, v: as the forward read them.
+        q, k, v: inputs of the forward.
         dout: gradient of the output, in any float dtype.
         lse: of the forward, over all keys and sinks of a row; these may be more than are given here.
         delta: ``rowsum(dout * out)``.
@@ -60,7 +60,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward pass writes, or adds to.
+    """Outputs of a backward pass.
 
     Attributes:
         dq, dk, dv: the gradients.

@@ -1,4 +1,4 @@
-"""What an implementation needs besides tensors, and the checks all of them rely on."""
+"""Options of an attention call, and checks of arguments for all implementations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_magi.ops.frozen import FrozenMemo
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _checked: FrozenMemo[tuple[int, int]] = FrozenMemo()
-"""Numbers of queries and keys that tables of bands are known to lie inside."""
+"""Numbers of queries and keys for which tables of bands have been checked."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class AttnOptions:
         softmax_scale: factor of q @ k.
         softcap: 0 for none; else logits become ``softcap * tanh(logit / softcap)``.
         deterministic: bitwise repeatable results.
-        sm_margin: streaming multiprocessors left to communication.
-        sanity_check: look for NaN and inf in the tensors of each pass.
+        sm_margin: streaming multiprocessors left free for communication.
+        sanity_check: check the tensors of each pass for NaN and inf.
     """
 
     softmax_scale: float
@@ -58,7 +58,7 @@ def make_options(
 ) -> AttnOptions:
     """`AttnOptions` with the default scale, ``1 / sqrt(head_dim)``.
 
-    Results are deterministic also where ``torch.use_deterministic_algorithms`` asks for it.
+    Results are also deterministic if ``torch.use_deterministic_algorithms`` is on.
     """
     softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else _number(softmax_scale, "softmax_scale")
     softcap = _number(softcap, "softcap")
@@ -72,7 +72,7 @@ def _number(value: Any, name: str) -> float:
     if type(value) is float:
         return value
     try:
-        # A parameter would get no gradient, and a number in text is a mistake.
+        # A parameter would get no gradient, and a number as a string is a mistake.
         is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
         if is_bool or isinstance(value, str | bytes) or getattr(value, "requires_grad", False):
             raise TypeError
@@ -107,7 +107,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         and of_q[1] > 0
         and of_q[1] % of_k[1] == 0
     ):
-        return  # all is well, as most often; what follows finds out what is not
+        return  # fast path: all checks pass; below finds the error
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != 3:
             raise ValueError(f"{name}: expected [num_tokens, num_heads, head_dim], got shape {list(t.shape)}")

@@ -20,7 +20,7 @@ from megatron_magi.ops.slice_passes import attend_back
 
 
 class _Call(NamedTuple):
-    """What autograd hands on without looking at it: each argument of an autograd function takes the host time."""
+    """Non-tensor arguments as one object: each argument of an autograd function costs host time."""
 
     bands: np.ndarray
     options: AttnOptions

@@ -1,7 +1,7 @@
-"""Attention over bands as torch.compile sees it: two operators.
+"""Attention over bands for torch.compile: two operators.
 
 The mask is a list of tensors (`megatron_magi.ops.mask_tensors`), so that a graph holds no mask; max_logits and dsink
-are empty where they are not asked for, as operators return no None.
+are empty if not requested, as operators cannot return None.
 """
 
 from __future__ import annotations

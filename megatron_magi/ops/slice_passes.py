@@ -4,7 +4,7 @@ Tensors are ``thd``: q ``[num_rows, num_heads_q, head_dim]``, k ``[num_keys, num
 v ``[num_keys, num_heads_kv, head_dim_v]``; num_heads_q is a multiple of num_heads_kv. lse, delta
 and sums are fp32, fp64 for fp64 inputs. Rows that see no key get output 0 and lse -inf (or the
 sink's lse), and zero gradients. Tensors must be finite, also in tokens that are in no visible pair: `ffa` multiplies
-those by 0. The other implementations never use them.
+them by 0. The other implementations never read them.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _has_autocast(device: str) -> bool:
 
 
 def _no_autocast(q: Tensor):
-    """Autocast would narrow the products; what is computed in which dtype is decided here."""
+    """Disables autocast, which would change the dtype of matrix products."""
     casts = _has_autocast(device := q.device.type) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if casts else _NOTHING
 
@@ -174,7 +174,7 @@ def prepared_passes(
     options: AttnOptions,
     impl: str,
 ) -> OneLaunch | None:
-    """The prepared passes of a backward that does not know those of its forward, if the implementation has them."""
+    """The prepared passes for a backward without those of its forward, if the implementation has them."""
     is_hopper = resolve_impl(impl, q, v) is hopper
     return hopper.one_launch(q, k, v, sink, bands, options, max_logits=False) if is_hopper else None
 
@@ -209,7 +209,7 @@ def attend_back(
     impl: str,
     one_launch: OneLaunch | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and of the sink, which is None where its gradient is not wanted; behind `attend`."""
+    """Gradients of q, k, v and of the sink, None if not wanted; the backward of `attend`."""
     q, k, v = qkv
     if one_launch is not None and backward_pays((q.shape[2], v.shape[2])):
         dq, dk, dv, delta = one_launch.backward(dout, qkv, out, lse, options, q.dtype, sink is not None)
@@ -316,7 +316,7 @@ def row_delta(dout: Tensor, out: Tensor, impl: str = "torch") -> Tensor:
     """
     check_like("out", out, out.shape, out.device)
     check_like("dout", dout, out.shape, out.device)
-    if impl == "auto" and out.dtype.itemsize > 2:  # no kernel takes it, and nothing is slow for it
+    if impl == "auto" and out.dtype.itemsize > 2:  # kernels do not support it, and torch is fast enough
         return row_products(dout, out)
     kernel = getattr(resolve_impl(impl, out, out), "row_delta", row_products)
     return kernel(dout, out)

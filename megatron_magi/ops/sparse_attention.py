@@ -160,7 +160,7 @@ def attend_pattern(
 
 
 def _module(impl: str, q: Tensor, v: Tensor) -> ModuleType:
-    """The module that computes: the one asked for, or for ``auto`` the best that takes such tensors."""
+    """The implementation: the requested one, or for ``auto`` the best that supports such tensors."""
     if impl == "auto":
         impl = "reference"
         if q.device.type == "cuda":
@@ -175,8 +175,8 @@ def _describe(_name: str, _row: int) -> str:
     return "it may be hidden or visible"
 
 
-# Two operators: torch.compile sees these alone, and autograd too. max_logits and dsink are empty where they are not
-# asked for, as operators return no None.
+# Two operators, for torch.compile and for autograd. max_logits and dsink are empty if not requested, as operators
+# cannot return None.
 _PATTERN = "Tensor[] pattern, int q_block, int k_block, bool causal"
 _OPTIONS = "float softmax_scale, bool deterministic, bool sanity_check, str impl"
 

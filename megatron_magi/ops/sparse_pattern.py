@@ -25,7 +25,7 @@ class SparsePattern:
             num_heads_kv, or 1 for all. An entry is the number of a block of keys; one that is no such number, as -1,
             is passed over; one that is given twice counts twice.
         q_block, k_block: tokens of a block; a ``k_block`` of 1 means lists of single keys.
-        causal: query i sees no key behind ``i + num_keys - num_rows``.
+        causal: query i sees no key after ``i + num_keys - num_rows``.
     """
 
     tensors: tuple[Tensor, ...]
@@ -45,7 +45,7 @@ class SparsePattern:
 
 
 def num_blocks(tokens: int, block: int) -> int:
-    """Blocks of so many tokens; the last may be short."""
+    """Number of blocks of ``block`` tokens; the last may be short."""
     return -(-tokens // block)
 
 
@@ -131,10 +131,10 @@ def _look(pattern: SparsePattern, num_keys: int) -> SparsePattern:
 
 
 def check_numbers(pattern: SparsePattern, num_keys: int) -> None:
-    """Numbers behind the last block of keys, and offsets that fall or lead out of the entries, are mistakes.
+    """Checks the entries and offsets of lists.
 
     Raises:
-        ValueError: one is there.
+        ValueError: an entry is after the last block of keys, or offsets decrease or are out of range.
     """
     entries, columns = pattern.tensors[-1], num_blocks(num_keys, pattern.k_block)
     if len(pattern.tensors) == 2:

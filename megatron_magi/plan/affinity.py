@@ -1,4 +1,4 @@
-"""The default dispatch: queries stay near the keys they need, as far as balance allows."""
+"""The default dispatch: queries are placed near the keys they need, as far as balance allows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron_magi.plan.swaps import Shards, gather, repair, sum_by_rank
 from megatron_magi.plan.traffic import Holdings, Start, Traffic
 
 _RUNGS = (1500, 1200, 1100, 1050, 1020, 1010, 1005, 1001)
-"""Repair goes for these loads in turn, not for the lowest at once: it has more swaps to choose from. The last is
-``tight``."""
+"""Target loads of repair, one after the other rather than the lowest at once, so that there are more swaps to choose
+from. The last is ``tight``."""
 _PLACING_SLACK = (5, 6, 8)
-"""Quarters of the load up to which chunks are placed for repair to even out: with 4 up to a quarter more is fetched.
-More than the first only where the limit leaves as much of it."""
+"""Loads, in quarters of the target, up to which chunks are placed before repair: with 4 up to a quarter more is
+fetched. The larger ones are used only if the limit allows as much."""
 
 
 def affinity(
@@ -28,8 +28,8 @@ def affinity(
 ) -> np.ndarray:
     """For each limit the dispatch that moves the fewest keys among those found whose largest load is within it.
 
-    Every start is repaired down to ``tight`` in the same steps whatever the limit is, so a wider
-    limit only has more to choose from and never moves more, and several limits take one search.
+    Every start is repaired down to ``tight`` in the same steps for any limit, so a wider limit only adds
+    candidates and never moves more, and one search serves several limits.
 
     Args:
         balanced: a dispatch within ``tight``, which gives the number of chunks of each rank.
@@ -54,10 +54,10 @@ def search(
     targets: list[int],
     limits: list[int],
 ) -> np.ndarray:
-    """Completes and repairs each start, and returns for each limit the best of all that is passed on the way.
+    """Completes and repairs each start, and returns for each limit the best dispatch visited.
 
     Args:
-        targets: loads to repair to, one after the other, falling.
+        targets: loads to repair to, one after the other, decreasing.
     """
     capacity, within = np.bincount(balanced), np.array(limits)
     best = np.tile(balanced, (len(limits), 1))
@@ -65,7 +65,7 @@ def search(
     reached = False
 
     def note(shards: Shards, holdings: Holdings, least: int) -> None:
-        """Keeps the dispatch for each limit from ``least`` on that it is within, if it fetches fewer rows than any."""
+        """Records the dispatch for each limit from ``least`` on that it meets, if it fetches the fewest rows so far."""
         better = (holdings.fetched < fewest) & (max(int(shards.load.max()), least) <= within)
         best[better], fewest[better] = shards.rank, holdings.fetched
 
@@ -75,10 +75,10 @@ def search(
         for target in targets:
             for _ in repair(shards, target, holdings):
                 note(shards, holdings, least)
-        # A start of wider limits alone must not take away what narrower ones get.
+        # A start for wider limits only must not change the results of narrower ones.
         reached = reached or (most == starts[0].most and shards.load.max() <= targets[-1])
     if not reached:
-        # Few chunks, uneven ones: what no start reached is approached from the other side.
+        # Few, uneven chunks: limits that no start reached are approached from the balanced dispatch.
         shards, holdings = Shards(balanced, area, len(capacity)), Holdings(traffic, balanced, len(capacity))
         gather(shards, targets[-1], holdings)
         note(shards, holdings, 0)

@@ -18,12 +18,12 @@ from megatron_magi.plan.swaps import refine, sum_by_rank
 from megatron_magi.rates import H100
 
 _EVEN_ENOUGH = 1
-"""Thousandths of the mean area: a rank that is no further above it could gain nothing by moving more keys."""
+"""Thousandths of the mean area: a load this close to the mean is good enough to move no more keys for balance."""
 _WIDER = (1.03, 1.1)
-"""Tolerances that are tried in addition to the one that is asked for. From 1.2 on a search has more starts."""
+"""Tolerances that are tried in addition to the requested one. From 1.2 on a search has more starts."""
 _OTHERS = ("min_heap", "zigzag", "sequential")
 _ALIKE = 1.01
-"""Predictions closer to each other than this are not told apart: they are off by 5 % and more."""
+"""Predictions within this ratio count as equal: their error is 5 % and more."""
 
 
 def assign_chunks(
@@ -100,8 +100,8 @@ def predictions(
 
 
 def fastest(found: dict[str, Prediction]) -> str:
-    """The candidate with the shortest step; of several that are alike the shortest on the GPU, of these that with the
-    least for the host, then that with the fewest rows that travel, then the first.
+    """The candidate with the shortest step; of equal ones the shortest on the GPU, then that with the least host time,
+    then that with the fewest rows sent, then the first.
     """
     near = [name for name in found if found[name].step_us <= _ALIKE * min(p.step_us for p in found.values())]
     near = [n for n in near if found[n].device_us <= _ALIKE * min(found[name].device_us for name in near)]
@@ -121,25 +121,25 @@ def _affine(
     tight = total * (1000 + _EVEN_ENOUGH) // (1000 * cp_size)
     balanced = (native.even if use_native else _even)(area, capacity, tight)
     tight = max(tight, int(sum_by_rank(balanced, area, cp_size).max()))
-    # A tolerance of cp_size allows everything, any above it no more than that.
+    # A tolerance of cp_size allows everything; larger ones are equivalent.
     limits = [max(tight, int(min(tolerance, cp_size) * total / cp_size)) for tolerance in tolerances]
     found = affinity(mask, bounds, area, balanced, tight, limits, use_native)
     return {f"affinity {tolerance:g}": rank for tolerance, rank in zip(tolerances, found, strict=True)}
 
 
 def _zigzag(capacity: np.ndarray) -> np.ndarray:
-    """Two pieces a rank: one in the order of the ranks, the other, behind all these, in the opposite order."""
+    """Two pieces for each rank: first ones in rank order, then second ones in reverse order."""
     ranks = np.arange(len(capacity), dtype=np.int64)
     return np.concatenate([np.repeat(ranks, capacity - capacity // 2), np.repeat(ranks[::-1], capacity[::-1] // 2)])
 
 
 def _even(area: np.ndarray, capacity: np.ndarray, target: int) -> np.ndarray:
-    """Loads as equal as a min-heap and swaps make them, but no better than ``target``."""
+    """Balances loads with a min-heap and swaps, down to ``target``."""
     return refine(_min_heap(area, capacity), area, len(capacity), target)
 
 
 def _deal(area: np.ndarray, capacity: np.ndarray) -> np.ndarray:
-    """Chunks by decreasing area, dealt to the ranks in serpentine order."""
+    """Assigns chunks by decreasing area to ranks in serpentine order."""
     cp_size = len(capacity)
     order = np.argsort(-area, kind="stable")
     position = np.arange(len(area))

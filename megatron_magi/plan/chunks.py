@@ -1,4 +1,4 @@
-"""Cutting the sequence into chunks: the grain at which tokens are spread over ranks."""
+"""Cutting the sequence into chunks: the granularity at which tokens are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
 
 _CHUNKS_PER_RANK = 32
-"""Enough grains to balance any mix of documents to about 1 %, few enough to plan quickly."""
+"""Enough to balance any mix of documents to about 1 %, few enough to plan quickly."""
 _MIN_CHUNK = 128
 """Rows of a kernel's query tile: smaller chunks leave tiles partly empty."""
 _MAX_CHUNK = 2048
@@ -22,7 +22,7 @@ _MAX_VISITS = 400_000_000
 _FEWEST_CHUNKS_PER_RANK = 4
 """Short sequences: balance matters more than full tiles."""
 _MAX_PADDING = 1 << 16
-"""Rows that padding alone may give a rank. More is a mistake in a size; less may be a short batch of a long run."""
+"""Most rows of padding for a rank. More is a mistake in a size; less may be a short batch of a long run."""
 
 
 def chunk_bounds(total_seqlen: int, cp_size: int, config: DispatchConfig) -> np.ndarray:
@@ -85,7 +85,7 @@ def _check_sizes(total_seqlen: int, cp_size: int, config: DispatchConfig) -> Non
 
 
 def _contiguous(seqlen: int, size: int) -> np.ndarray:
-    """Chunks of ``size`` tokens, the last one as short as it comes."""
+    """Chunks of ``size`` tokens; the last may be shorter."""
     return np.append(np.arange(0, seqlen, size, dtype=np.int64), seqlen)
 
 
@@ -112,7 +112,7 @@ def _even_chunks(shard: int, alignment: int) -> tuple[int, int]:
 
 
 def _dividing_chunk(shard: int) -> int:
-    """The size of chunks that divide ``shard``: near the wanted one, whole tiles first, else the next larger one."""
+    """A chunk size that divides ``shard``: near the desired one, preferably whole tiles, else the next larger one."""
     low = np.arange(1, math.isqrt(shard) + 1, dtype=np.int64)
     low = low[shard % low == 0]
     size = np.unique(np.concatenate([low, shard // low]))
@@ -134,7 +134,7 @@ def chunk_areas(mask: AttnMask, bounds: np.ndarray) -> np.ndarray:
 def needed_blocks(mask: AttnMask, bounds: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which key blocks the queries of each chunk need.
 
-    A block is one chunk, or several neighbouring ones where there is much to count for ``cp_size`` ranks.
+    A block is one chunk, or several adjacent ones to limit the work of counting for ``cp_size`` ranks.
 
     Returns:
         ``(first, needed, block)``: chunk i needs the blocks ``needed[first[i] : first[i + 1]]``, ascending; and the

@@ -15,8 +15,8 @@ from megatron_magi.plan.swaps import sum_by_rank
 class Counts(NamedTuple):
     """Counts of a dispatch, int64 ``[2, cp_size]`` each.
 
-    A *piece* is what the rows of one run see of one band; own keys of it, or fetched ones, lie side by side where a
-    rank keeps them. Rows and keys are counted once for each piece.
+    A *piece* is the part of one band in the rows of one run; its own keys, and its fetched keys, are contiguous on a
+    rank. Rows and keys are counted once for each piece.
 
     Attributes:
         area: visible pairs with own keys, and with fetched ones.
@@ -25,8 +25,8 @@ class Counts(NamedTuple):
         row_edges: rows times the diagonals that cut their piece.
         key_edges: keys times these.
         starts: different first rows of pieces.
-        tallest: most rows that see the same key, if a key of a piece is seen by all its rows, or by as many as lie
-            between its diagonals.
+        tallest: most rows that see the same key, assuming that a key of a piece is seen by all its rows, or by as many
+            as fit between its diagonals.
         received: rows that a rank fetches from its own node, and from others.
         sent: rows that it sends.
     """
@@ -48,7 +48,7 @@ def count(mask: AttnMask, bounds: np.ndarray, rank: np.ndarray, cp_size: int, ra
     Args:
         bounds: of the chunks, int64 ``[num_chunks + 1]``.
         rank: of each chunk, int64 ``[num_chunks]``.
-        ranks_per_node: number of neighbouring ranks that share a node.
+        ranks_per_node: number of consecutive ranks that share a node.
     """
     runs = Runs.of_chunks(bounds, rank)
     pieces, run = bd.cut_rows(mask.bands, runs.bounds)
@@ -75,7 +75,7 @@ def _spans(pieces: np.ndarray, dst: np.ndarray, runs: Runs) -> tuple[tuple, tupl
     np.add.at(area, i, bd.areas(part))
     np.add.at(keys, i, part[:, bd.K1] - part[:, bd.K0])
     own, fetched = (np.stack([pieces[:, bd.K0], pieces[:, bd.K1]], axis=1) for _ in range(2))
-    # Parts are in the order of pieces; between two of a rank's runs there are always keys of others.
+    # Parts are in the order of pieces; between two runs of a rank there are always keys of others.
     at = np.flatnonzero(np.diff(i, prepend=-1))
     last = np.append(at, len(i))[1:] - 1
     own[i[at], 0], own[i[at], 1] = part[at, bd.K0], part[last, bd.K1]
@@ -89,7 +89,7 @@ def _spans(pieces: np.ndarray, dst: np.ndarray, runs: Runs) -> tuple[tuple, tupl
 def _count_place(
     counts: np.ndarray, pieces: np.ndarray, dst: np.ndarray, spans: np.ndarray, area: np.ndarray, keys: np.ndarray
 ) -> None:
-    """Adds up what pieces see of keys in one place, which lie within ``spans``; ``counts``: ``[7, cp_size]``."""
+    """Adds the counts of pieces for own or for fetched keys, within ``spans``; ``counts``: ``[7, cp_size]``."""
     some = np.flatnonzero(keys)
     seen = pieces[some]
     seen[:, [bd.K0, bd.K1]] = spans[some]
@@ -101,7 +101,7 @@ def _count_place(
         np.add.at(counts[row], rank, values)
     lift = 1 + int(seen[:, bd.Q0].max(initial=0))
     np.add.at(counts[5], np.unique(rank * lift + seen[:, bd.Q0]) // lift, 1)
-    # From its first key on a piece adds as many rows to those that see a key, behind its last one they are gone.
+    # A piece adds its rows to those that see a key at its first key, and removes them after its last one.
     rows = np.minimum(rows, seen[:, bd.D_HI] - seen[:, bd.D_LO])
     key, change = np.concatenate([seen[:, bd.K0], seen[:, bd.K1]]), np.concatenate([rows, -rows])
     rank = np.concatenate([rank, rank])

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_magi.config import CostModel, OverlapConfig
 
 BACKWARD_WORK = 2.5
-"""Operations of the backward over those of the forward: five products instead of two."""
+"""Ratio of operations of the backward to those of the forward: five matrix products instead of two."""
 
 
 def choose_degree(
@@ -34,8 +34,8 @@ def step_us(
 ) -> np.ndarray:
     """Predicted time of a step with 1, 2, ... ``max_degree`` stages, ``[max_degree]``; see `choose_degree`.
 
-    Fetches run one stage ahead of the compute, in order. In the backward a stage's gradients travel when it is
-    computed, as long as its keys did: those of the last stage behind nothing.
+    Fetches run one stage ahead of the compute, in order. In the backward a stage's gradients are sent when it is
+    computed and take as long as its keys; those of the last stage are exposed.
     """
     degree = np.arange(1, max_degree + 1)[:, None]
     travel, attend, local = cost.fetch_us(remote_rows / degree), cost.attend_us(remote_area / degree), local_area
@@ -51,8 +51,8 @@ def _pass_us(
     """Microseconds of a pass for each degree and rank, ``[max_degree, cp_size]``.
 
     Args:
-        local: of own keys.
-        attend, travel: computing one stage; fetching its keys.
+        local: time of own keys.
+        attend, travel: time to compute one stage; to fetch its keys.
         degree: number of stages, ``[max_degree, 1]``.
         latency: fixed cost of a stage.
         reduces: gradients are sent back.
@@ -60,7 +60,7 @@ def _pass_us(
     computed, fetched = np.broadcast_to(local + latency, attend.shape), travel
     for stage in range(1, len(degree) + 1):
         start, is_there = np.maximum(computed, fetched), stage <= degree
-        # The next fetch is issued when the stage before this one was launched.
+        # The next fetch is issued when the previous stage has been launched.
         fetched = np.maximum(fetched, computed) + travel
         computed = np.where(is_there, start + attend + latency, computed)
     # Gradients of a stage take as long as its keys, and are back before those of the next are computed.

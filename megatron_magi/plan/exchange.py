@@ -1,4 +1,4 @@
-"""What one rank sees of an exchange of rows between ranks."""
+"""The part of one rank in an exchange of rows between ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatron_magi.plan.types import Transfer
 
 
 def exchange(ranges: Ranges, runs: Runs, rank: int, num_ranks: int) -> tuple[Transfer, np.ndarray, np.ndarray]:
-    """What one rank sends and receives: rows to each rank in turn, and to each in their order.
+    """The rows that one rank sends and receives, by peer, and for each peer in order.
 
-    What ranks do with each other is summed up without a list of it: that would grow with the square of their number.
+    Totals over pairs of ranks are computed without a list of pairs, which would grow with the square of their number.
 
     Args:
-        ranges: that ranks fetch. What lies on no run comes by other ways.
+        ranges: ranges that ranks fetch. Tokens on no run are transferred otherwise.
         runs: where ranks hold them.
-        rank: whose view.
-        num_ranks: of the exchange.
+        rank: this rank.
+        num_ranks: number of ranks of the exchange.
 
     Returns:
         ``(transfer, place, length)``: without ``recv_order`` and ``levels``, and the pieces that the rank receives, in
@@ -48,7 +48,7 @@ def exchange(ranges: Ranges, runs: Runs, rank: int, num_ranks: int) -> tuple[Tra
 
 
 def _meet(ranges: Ranges, runs: Runs) -> tuple[Ranges, np.ndarray, np.ndarray, np.ndarray]:
-    """``(pieces, src, row, length)``: the ranges, cut into what lies on one run each, and where that is."""
+    """``(pieces, src, row, length)``: the ranges, cut at boundaries of runs, and the location of each piece."""
     i, j = bd.cut_intervals(ranges.start, ranges.end, runs.start, runs.end)
     start, end = np.maximum(ranges.start[i], runs.start[j]), np.minimum(ranges.end[i], runs.end[j])
     pieces = Ranges(ranges.dst[i], start, end, ranges.place[i] + start - ranges.start[i])
@@ -60,18 +60,18 @@ def _rows_within(some: Ranges | Runs, others: Ranges | Runs) -> np.ndarray:
 
 
 def _most_rows(ranges: Ranges, runs: Runs) -> int:
-    """Rows of any rank up to the last that it sends."""
+    """Maximum over ranks of the rows up to the last that a rank sends."""
     if not len(ranges.start):
         return 0
     order = np.argsort(ranges.start)
     start, reach = ranges.start[order], np.maximum.accumulate(ranges.end[order])
-    last = np.searchsorted(start, runs.end) - 1  # of the ranges that begin in front of the end
+    last = np.searchsorted(start, runs.end) - 1  # of the ranges that start before the end
     sent = np.minimum(reach[last], runs.end) - runs.start
     return int((runs.local + sent)[(last >= 0) & (sent > 0)].max(initial=0))
 
 
 def rows_of(first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Runs of rows one by one, read-only int64 ``[sum(length)]``."""
+    """The rows of runs, read-only int64 ``[sum(length)]``."""
     out = bd.expand(first, length)[1]
     out.setflags(write=False)
     return out

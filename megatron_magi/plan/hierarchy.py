@@ -1,4 +1,4 @@
-"""A transfer in two levels: what several ranks of another node need crosses once, and is handed on inside."""
+"""A transfer in two levels: rows that several ranks of another node need are sent to it once and relayed inside."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def two_levels(ranges: Ranges, runs: Runs, rank: int, num_ranks: int, ranks_per_
     """The two levels of a transfer.
 
     Args:
-        ranges: that all ranks fetch.
+        ranges: ranges that all ranks fetch.
         runs: where they are; they cover the sequence.
-        rank: whose view.
-        num_ranks: of the group, a multiple of ``ranks_per_node``.
+        rank: this rank.
+        num_ranks: ranks of the group, a multiple of ``ranks_per_node``.
     """
     per_node = ranks_per_node
     node, at = divmod(rank, per_node)
@@ -27,7 +27,7 @@ def two_levels(ranges: Ranges, runs: Runs, rank: int, num_ranks: int, ranks_per_
     inside = runs._replace(rank=place_of).take(np.flatnonzero(node_of == node))
     near, *near_pieces = exchange(to_here, inside, at, per_node)
 
-    # What any rank of a node needs of ranks outside it, each row once.
+    # Rows that any rank of a node needs from other nodes, each once.
     needed = np.stack([ranges.start, ranges.end], axis=1)
     dst, start, end = from_others(needed, ranges.dst // per_node, runs._replace(rank=node_of))
     once = Ranges(dst, start, end, np.zeros_like(dst))
@@ -40,7 +40,7 @@ def two_levels(ranges: Ranges, runs: Runs, rank: int, num_ranks: int, ranks_per_
 
 
 def _arrived(ranges: Ranges, runs: Runs, per_node: int) -> Runs:
-    """Where in a node the ranges that it fetches of others lie, in the buffers of the ranks that they come to first."""
+    """Runs of the rows that a node fetches from others, in the buffers of the ranks that receive them first."""
     i, j = bd.cut_intervals(ranges.start, ranges.end, runs.start, runs.end)
     start, end, src = np.maximum(ranges.start[i], runs.start[j]), np.minimum(ranges.end[i], runs.end[j]), runs.rank[j]
     holder = src % per_node

@@ -1,6 +1,6 @@
-"""The planner in C++ (csrc/solver): the same results as the functions in Python that it replaces, faster.
+"""The planner in C++ (csrc/solver): equal to the Python functions that it replaces, but faster.
 
-It is a library without Python in it, called through ctypes, so it needs no headers to build and fits any interpreter.
+A plain library called through ctypes, so it needs no Python headers to build and works with any interpreter.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class _Traffic(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The library next to this file; None where it was not built, or from other sources than these."""
+    """The library next to this file; None if it was not built, or was built from other sources."""
     return compiled.load(Path(__file__).parent, "solver", _VERSION)
 
 
 def available() -> bool:
-    """Whether the planner in C++ was built, from the sources that belong to this package."""
+    """Whether the C++ planner was built from the sources of this package."""
     return _library() is not None
 
 
@@ -109,7 +109,7 @@ def _array(array: np.ndarray) -> np.ndarray:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Calls a function of the library; arrays are passed by address, and those to be written to must fit already."""
+    """Calls a function of the library; arrays are passed by address, and outputs must have the right size."""
     library = _library()
     assert library is not None
     function: Callable[..., Any] = getattr(library, name)

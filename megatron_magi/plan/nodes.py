@@ -1,4 +1,4 @@
-"""Ranks that need each other's keys become neighbours: the same shards, under other numbers."""
+"""Renumbers ranks so that those that need each other's keys share a node; shards stay the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_EXCHANGED = 16
 
 
 def nodes_in_use(ranks_per_node: int | None, cp_size: int) -> int | None:
-    """``ranks_per_node`` where there are several nodes of several ranks, else None: then all ranks are alike.
+    """``ranks_per_node`` if there are several nodes of several ranks, else None: nodes are not distinguished.
 
     Raises:
         ValueError: the ranks are no whole number of nodes.
@@ -28,9 +28,9 @@ def nodes_in_use(ranks_per_node: int | None, cp_size: int) -> int | None:
 def gather_in_nodes(
     mask: AttnMask, bounds: np.ndarray, chunk_rank: np.ndarray, cp_size: int, ranks_per_node: int
 ) -> np.ndarray:
-    """``chunk_rank`` with other numbers for the ranks, where fewer rows cross between nodes then; else as it is.
+    """``chunk_rank`` with renumbered ranks if fewer rows cross between nodes then; else unchanged.
 
-    What each rank computes, holds and fetches stays the same, but under another number.
+    The shard of each rank stays the same, under another number.
 
     Returns:
         int64 ``[num_chunks]``.
@@ -42,7 +42,7 @@ def gather_in_nodes(
     nodes = shards.improved(shards.grouped(ranks_per_node))
     if shards.crossing(nodes) >= shards.crossing(present):
         return chunk_rank
-    # Nodes, and ranks in a node, in the order of their first chunks: numbers depend on nothing else.
+    # Nodes, and ranks in a node, are ordered by their first chunks, so that the numbering is unique.
     first = np.array([int(np.argmax(chunk_rank == r)) for r in range(cp_size)])
     nodes = np.stack([node[np.argsort(first[node])] for node in nodes])
     nodes = nodes[np.argsort(first[nodes[:, 0]])]
@@ -72,7 +72,7 @@ class _Shards:
         return int((self._block_rows - self._held[node].sum(axis=0))[self._needs[node].any(axis=0)].sum())
 
     def grouped(self, ranks_per_node: int) -> np.ndarray:
-        """Nodes, each begun with the lowest rank that is left, to which those that exchange the most with it come."""
+        """Forms nodes greedily: the lowest remaining rank, and the ranks that exchange the most rows with it."""
         flow = self._needs.astype(np.float64) @ self._held.T.astype(np.float64)
         flow += flow.T
         left, nodes = np.ones(self._cp_size, dtype=bool), []
@@ -87,7 +87,7 @@ class _Shards:
         return np.array(nodes)
 
     def improved(self, nodes: np.ndarray) -> np.ndarray:
-        """``nodes`` after exchanges of two ranks that lower what crosses; few nodes alone are looked at so closely."""
+        """``nodes`` after swaps of two ranks that reduce the rows that cross; only for few ranks."""
         if self._cp_size > _MOST_EXCHANGED:
             return nodes
         nodes = nodes.copy()

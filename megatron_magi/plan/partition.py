@@ -1,4 +1,4 @@
-"""Global bands -> what each rank computes and what it must fetch."""
+"""Partition of global bands: what each rank computes and which keys it must fetch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_magi.plan.types import Dispatch
 
 
 class Runs(NamedTuple):
-    """Pieces of the sequence that lie together on one rank: disjoint and ascending, int64 ``[num_runs]`` each.
+    """Contiguous pieces of the sequence on one rank: disjoint and ascending, int64 ``[num_runs]`` each.
 
     Attributes:
         start, end: tokens.
-        rank: who holds them.
-        local: row of the first in the tensors of ``rank``.
+        rank: rank that holds them.
+        local: row of the first token in the tensors of ``rank``.
     """
 
     start: np.ndarray
@@ -30,7 +30,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of_chunks(cls, chunk_bounds: np.ndarray, chunk_rank: np.ndarray) -> Runs:
-        """The runs of chunks that are given to ranks, as long as possible: they cover the sequence."""
+        """The maximal runs of chunks; they cover the sequence."""
         change = np.flatnonzero(np.diff(chunk_rank)) + 1
         first = np.concatenate([[0], change])
         bounds = np.append(chunk_bounds[first], chunk_bounds[-1])
@@ -46,7 +46,7 @@ class Runs(NamedTuple):
 
     @property
     def bounds(self) -> np.ndarray:
-        """Borders of runs that cover the sequence, int64 ``[num_runs + 1]``."""
+        """Boundaries of runs that cover the sequence, int64 ``[num_runs + 1]``."""
         return np.append(self.start, self.end[-1])
 
     def take(self, index: np.ndarray) -> Runs:
@@ -54,8 +54,8 @@ class Runs(NamedTuple):
         return Runs(*(array[index] for array in self))
 
     def by_rank(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """``(start, end, lift)`` sorted by rank, those of rank r raised by ``r * lift``, so that one search serves all
-        ranks.
+        """``(start, end, lift)`` sorted by rank, with an offset of ``r * lift`` for rank r, so that one binary search
+        serves all ranks.
         """
         order, lift = np.argsort(self.rank, kind="stable"), int(self.end[-1]) + 1
         up = self.rank[order] * lift
@@ -66,9 +66,9 @@ class Ranges(NamedTuple):
     """Tokens that ranks fetch, sorted by (dst, start) and disjoint for each; int64 ``[num_ranges]`` each.
 
     Attributes:
-        dst: who fetches them.
+        dst: rank that fetches them.
         start, end: tokens, on one rank or several.
-        place: row of the first in the buffer of ``dst``.
+        place: row of the first token in the buffer of ``dst``.
     """
 
     dst: np.ndarray
@@ -83,9 +83,9 @@ class Ranges(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Bands by rank in global coordinates, and the ranges that travel, in one stage.
+    """Bands by rank in global coordinates, and the ranges to fetch, in one stage.
 
-    What is kept grows with the pieces of the sequence, not with the pairs of ranks that exchange rows.
+    Its size grows with the number of runs of the sequence, not with the pairs of ranks that exchange rows.
     """
 
     runs: Runs
@@ -96,10 +96,10 @@ class Partition:
 
 
 def partition(mask: AttnMask, dispatch: Dispatch) -> Partition:
-    """Gives each rank the rows it holds, and finds the keys that those rows need from others.
+    """Assigns each rank its rows, and finds the keys that these rows need from other ranks.
 
-    A rank needs exactly the keys that at least one of its rows sees; what it does not hold
-    itself is fetched, once. That is the lower bound on what any schedule must move.
+    A rank needs exactly the keys that at least one of its rows sees, and fetches those that it does not hold
+    once: the minimum for any schedule.
     """
     runs = Runs.of_chunks(dispatch.chunk_bounds, dispatch.chunk_rank)
     pieces, run = bd.cut_rows(mask.bands, runs.bounds)
@@ -117,15 +117,15 @@ def from_others(needed: np.ndarray, rank: np.ndarray, runs: Runs) -> tuple[np.nd
 
     Args:
         needed: half-open ranges in any order, int64 ``[n, 2]``.
-        rank: who needs each, int64 ``[n]``.
-        runs: that cover the sequence.
+        rank: rank that needs each, int64 ``[n]``.
+        runs: runs that cover the sequence.
 
     Returns:
-        ``(rank, start, end)``: disjoint ranges that do not touch, sorted by (rank, start).
+        ``(rank, start, end)``: disjoint, non-adjacent ranges, sorted by (rank, start).
     """
     needed, rank = bd.merge_ranges(needed, rank)
     start, end, lift = runs.by_rank()
-    start, end = np.append(0, end), np.append(start, np.iinfo(np.int64).max)  # of what others hold in between
+    start, end = np.append(0, end), np.append(start, np.iinfo(np.int64).max)  # of the gaps between, which others hold
     start, end = start[start < end], end[start < end]
     up = rank * lift
     i, j = bd.cut_intervals(needed[:, 0] + up, needed[:, 1] + up, start, end)
@@ -147,7 +147,7 @@ def areas_by_place(part: Partition) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_stages(part: Partition, degree: int) -> tuple[Ranges, ...]:
-    """Deals the rows that each rank fetches to ``degree`` stages of equal length, in global order."""
+    """Divides the rows that each rank fetches into ``degree`` stages of equal length, in global order."""
     if degree <= 1:
         return (part.remote,) * degree
     dst, start, end, first = part.remote
@@ -169,7 +169,7 @@ def localise(part: Partition, stages: tuple[Ranges, ...], rank: int) -> tuple[np
     """
     own = part.runs.take(np.flatnonzero(part.runs.rank == rank))
     fetched = [stage.take(np.flatnonzero(stage.dst == rank)) for stage in stages]
-    # Where the rank finds a global key: in its own runs, and in the ranges that it fetches.
+    # Location of a global key on this rank: in its own runs, or in the ranges that it fetches.
     start, end = (np.concatenate([getattr(some, name) for some in (own, *fetched)]) for name in ("start", "end"))
     place = np.concatenate([own.local, *(some.place for some in fetched)])
     stage = np.repeat(np.arange(len(stages) + 1), [len(some.start) for some in (own, *fetched)])
@@ -200,7 +200,7 @@ def shift(bands: np.ndarray, by_q: np.ndarray, by_k: np.ndarray) -> None:
 
 
 def _group(bands: np.ndarray, stage: np.ndarray, degree: int) -> tuple[np.ndarray, ...]:
-    """Sorts by (stage, rows, keys), joins what touches, and cuts into tables."""
+    """Sorts by (stage, rows, keys), joins adjacent bands, and splits into tables."""
     order = np.lexsort((bands[:, bd.K0], bands[:, bd.Q1], bands[:, bd.Q0], stage))
     bands, stage = bands[order], stage[order]
     if len(bands):

@@ -1,4 +1,4 @@
-"""`make_plan`: a mask, a configuration and a number of ranks in; who does what out."""
+"""`make_plan`: from a mask, a configuration and a number of ranks to what each rank holds, fetches and computes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from megatron_magi.rates import H100
 
 _MAX_RANKS = 1 << 16
 _FORMAT = b"plan-1"
-"""Part of the hash: ranks that run different versions of the planner must not agree."""
+"""Part of the hash, so that ranks with different planner versions do not agree."""
 
 
 @dataclass(frozen=True)
 class PlanStats:
-    """Figures of a plan. Tuples have one entry a rank.
+    """Statistics of a plan. Tuples have one entry for each rank.
 
     Attributes:
         areas: visible (query, key) pairs that the rank computes.
-        balance: largest area over the mean; 1.0 when there is nothing to compute.
+        balance: largest area over the mean; 1.0 if there is nothing to compute.
         num_rows: rows that the rank holds, padding included.
         received_rows: rows of k and v that the rank fetches in a forward pass.
         lower_bound_rows: rows that it needs and does not hold.
@@ -161,12 +161,12 @@ def make_dispatch(
     overlap: OverlapConfig | None = None,
     ranks_per_node: int | None = None,
 ) -> Dispatch:
-    """Spreads the tokens of a mask over ranks.
+    """Distributes the tokens of a mask over ranks.
 
     Args:
-        overlap: the stages and the shape of the attention that times are predicted for; defaults when None.
-        ranks_per_node: see `CommConfig`: ranks that need each other's keys become neighbours, and times are predicted
-            for these nodes; for those of the rates when None.
+        overlap: stages and shape of the attention, for predicted times; defaults when None.
+        ranks_per_node: see `CommConfig`: ranks that need each other's keys are placed in one node, and times are
+            predicted for these nodes; for those of the rates when None.
 
     Raises:
         ValueError: uneven shards of fewer tokens than ranks, or ranks that are no whole number of nodes.
@@ -187,7 +187,7 @@ def make_dispatch(
 
 
 def dispatch_from_chunks(total_seqlen: int, chunk_bounds: np.ndarray, chunk_rank: np.ndarray, cp_size: int) -> Dispatch:
-    """A dispatch of one's own: chunk i is ``[chunk_bounds[i], chunk_bounds[i + 1])`` on ``chunk_rank[i]``.
+    """A user-defined dispatch: chunk i is ``[chunk_bounds[i], chunk_bounds[i + 1])`` on ``chunk_rank[i]``.
 
     Raises:
         ValueError: the bounds do not cover the tokens in order, or a rank is out of range.
@@ -206,7 +206,7 @@ def dispatch_from_chunks(total_seqlen: int, chunk_bounds: np.ndarray, chunk_rank
 
 
 def _joined_ranges(bounds: np.ndarray, rank: np.ndarray, cp_size: int) -> tuple[np.ndarray, ...]:
-    """The tokens of each rank, read-only ``[n, 2]``, with touching chunks joined."""
+    """The tokens of each rank, read-only ``[n, 2]``, with adjacent chunks joined."""
     chunk = np.argsort(rank, kind="stable")
     breaks = np.flatnonzero((np.diff(chunk) != 1) | (np.diff(rank[chunk]) != 0)) + 1
     first, last = np.append(0, breaks), np.append(breaks, len(chunk)) - 1
@@ -217,10 +217,10 @@ def _joined_ranges(bounds: np.ndarray, rank: np.ndarray, cp_size: int) -> tuple[
 
 
 def _plan_hash(mask: AttnMask, dispatch: Dispatch, degree: int, schedule: Schedule, config: MagiConfig) -> int:
-    """Identifies all that ranks must agree on: what travels, when, in which dtype and by which means.
+    """Identifies all that ranks must agree on: what is sent, when, in which dtype and by which implementation.
 
-    Where dispatches are chosen by their predicted times this is so of the rates too: ranks that take others may agree
-    on one batch and not on the next.
+    This includes the rates if dispatches are chosen by predicted time: ranks with different rates may agree on one
+    batch and not on the next.
     """
     steps = ";".join(f"{s.kind.value}{s.stage}" for s in (*schedule.forward, *schedule.backward))
     text = hashlib.sha256(_FORMAT + mask.digest + dispatch.digest)

@@ -1,4 +1,4 @@
-"""Several masks over one distribution of tokens, as layers that attend differently need them."""
+"""Several masks over one dispatch, for layers with different masks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class PlanSet[Key: Hashable]:
 
     Args:
         make_mask: the mask of a key.
-        keys: masks that are made now; their plans are made on first use, but for that of the first key,
-            which decides the dispatch. Further keys are made when they are asked for.
+        keys: masks that are made now; plans are made on first use, except that of the first key,
+            which decides the dispatch. Masks of other keys are made on demand.
         config: how to plan.
         cp_rank: this rank.
         cp_size: number of ranks.
@@ -44,12 +44,12 @@ class PlanSet[Key: Hashable]:
 
     @property
     def plan(self) -> Plan:
-        """The plan that decided the distribution of tokens."""
+        """The plan that decided the dispatch."""
         return self._plans[self._primary]
 
     @property
     def dispatch(self) -> Dispatch:
-        """The distribution of tokens that all plans share."""
+        """The dispatch that all plans share."""
         return self.plan.dispatch
 
     @property

@@ -1,4 +1,4 @@
-"""The predicted time of a step of attention, from what its ranks compute and send."""
+"""The predicted time of a step of attention, from counts of what ranks compute and send."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_FORWARD_BYTES = 64 << 20
 """Keys and values that a rank fetches up to which the forward of more than two ranks is one launch: on 4 H100s it is
 faster than stages with up to 30 MB, and takes 4 to 8 % longer with 100 and 400 MB (``results/one_launch_4gpu.csv``)."""
 _NUM_SMS, _TAIL = 132, 0.31
-"""SMs of a Hopper GPU, and for what share of an item they wait for the last of them at the end of a kernel."""
+"""SMs of a Hopper GPU, and their mean idle time at the end of a kernel, as a fraction of a work item."""
 _DQ_TILE, _DQ_BLOCK = 128, 96
 """Queries of a tile and keys of a block of the kernel for dq."""
 
@@ -33,8 +33,8 @@ class Prediction(NamedTuple):
         device_us: the same if the host is always ahead.
         forward_us, backward_us: of the slowest rank on the GPU.
         degree: remote stages.
-        host_us: of the host that has most to issue.
-        num_rows: that travel in a forward pass, to all ranks.
+        host_us: of the host with the most to issue.
+        num_rows: rows sent in a forward pass, over all ranks.
     """
 
     step_us: float
@@ -47,7 +47,7 @@ class Prediction(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """Counts of what ranks compute with keys from one place, float64 ``[cp_size]``; see `Counts`."""
+    """Counts of what ranks compute with own or with fetched keys, float64 ``[cp_size]``; see `Counts`."""
 
     area: np.ndarray
     rows: np.ndarray
@@ -108,7 +108,7 @@ def kernels_us(counts: Counts, num_rows: int, rates: Rates, cost: CostModel) -> 
 
 
 class _Steps(NamedTuple):
-    """Kernels of the stages of a rank; ``is_staged``: their results are added up in fp32."""
+    """Kernels of the stages of a rank; ``is_staged``: their results are accumulated in fp32."""
 
     num_rows: int
     rates: Rates
@@ -125,36 +125,36 @@ class _Steps(NamedTuple):
         return rows * (bytes_a_row * self.cost.num_heads_q) / (self.rates.memory_gbytes_per_s * 1e3)
 
     def forward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
-        """Microseconds of the forward over a stage, all its parts together; ``adds`` to the results of one before."""
+        """Microseconds of the forward over a stage, all its parts together; ``adds``: merges with earlier results."""
         packed = self._packed(stage)
         is_tall = (packed > 1) | (stage.area >= _TALL_TILE_KEYS * self.num_rows)
         tile, block = np.where(is_tall, 192.0, 128.0) / packed, np.where(is_tall, 64.0, 128.0)
         columns = stage.row_edges * tile / 2 + stage.rows * (block / 2 + self.rates.tile_columns)
         dk, dv = self.cost.head_dims
         flops = (stage.area + columns) * (2.0 * self.cost.num_heads_q * (dk + dv))
-        # Results of stages meet in fp32: written, and where there are some read as well.
+        # Results of stages are merged in fp32: written, and read if there are earlier ones.
         merged = self._memory_us((8.0 if adds else 2.0) * dv, stage.rows) if self.is_staged else 0.0
         launches = np.where(stage.area > 0, self.rates.forward_us, 0.0)
         tail = _with_tail(stage.rows * self.cost.num_heads_q / np.where(is_tall, 192.0, 128.0))
         return flops * tail / (self.rates.forward_tflops * 1e6) + merged + launches
 
     def backward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
-        """Microseconds of the backward over a stage, all its parts together; ``adds`` to the dq of one before."""
+        """Microseconds of the backward over a stage, all its parts together; ``adds``: adds to earlier dq."""
         rates, (dk, dv), packed = self.rates, self.cost.head_dims, self._packed(stage)
         separate = self._has_separate_dq(stage, packed)
         packed = np.where(separate, packed, 1.0)
         block = _QUERY_BLOCK / packed
         rows = stage.key_edges * (_KEY_TILE / 2) + stage.keys * (block / 2 + rates.tile_rows / packed)
         columns = stage.row_edges * (_DQ_TILE / packed / 2) + stage.rows * (_DQ_BLOCK / 2 + rates.tile_columns)
-        # Where dq has a kernel of its own logits are computed twice.
+        # If dq has a kernel of its own, logits are computed twice.
         width = np.where(separate, 2.0 * dk + 2.0 * dv, 3.0 * dk + 2.0 * dv)
         queries = np.where(separate, (stage.area + columns) * (2.0 * dk + dv), 0.0)
-        # There a tile of keys takes all query heads of a key head at once; its SM may be busy longer than the others.
+        # Then a tile of keys processes all query heads of a key head; its SM may be busy longer than the others.
         heads = np.where(separate, self.cost.num_heads_kv, self.cost.num_heads_q)
         longest = (stage.tallest + block / 2 + rates.tile_rows / packed) * (_KEY_TILE * _NUM_SMS) / heads
         tail = _with_tail(stage.keys * heads / _KEY_TILE)
         products = np.maximum((stage.area + rows) * tail, longest) * width + queries * tail
-        # dq is written, or added to what is there; if it is summed in memory the sums are zeroed and read besides.
+        # dq is written, or added to; if it is accumulated in memory, the sums are also zeroed and read.
         gradient = (np.where(separate, 0.0, 8.0) + (8.0 if adds else 4.0 if self.is_staged else 2.0)) * dk
         some = np.where(stage.area > 0, 1.0, 0.0)
         return some * (
@@ -173,14 +173,14 @@ class _Steps(NamedTuple):
         return np.where(packed > 1, some, single)
 
     def ends_us(self, is_backward: bool) -> float:
-        """Microseconds of work done once a pass: casts of sums, and in the backward the statistics of rows."""
+        """Microseconds of work once in a pass: casts of sums, and in the backward row statistics."""
         dk, dv = self.cost.head_dims
         cast = 6.0 * (dk if is_backward else dv) if self.is_staged else 0.0
         return float(self._memory_us(cast + (4.0 * dv if is_backward else 0.0), self.num_rows))
 
 
 def _with_tail(items: np.ndarray) -> np.ndarray:
-    """How much longer so many items of a kernel take than if they could be cut at will."""
+    """Factor by which a kernel with this many items is slower than with perfectly divisible work."""
     return 1 + _TAIL * _NUM_SMS / np.maximum(items, 1.0)
 
 
@@ -195,19 +195,19 @@ def _transfer_us(received: np.ndarray, sent: np.ndarray, degree: int, rates: Rat
 
 
 def _at_once_us(attend: np.ndarray, fetch: np.ndarray, hidden: float) -> np.ndarray:
-    """Microseconds of a pass in one launch, which waits for what is not there yet."""
+    """Microseconds of a pass in one launch, which waits for keys that have not arrived yet."""
     return np.maximum(attend, fetch) + (1 - hidden) * np.minimum(attend, fetch)
 
 
 def _pass_us(
     own: np.ndarray, fetched: np.ndarray, fetch: np.ndarray, reduce: np.ndarray, degree: int, hidden: float
 ) -> np.ndarray:
-    """Microseconds of a pass of each rank: a stage is fetched while the one before it is computed."""
+    """Microseconds of a pass of each rank: a stage is fetched while the previous one is computed."""
     if not degree:
         return own
     attend, computed = fetched / degree, own
     returned = np.zeros_like(own)
-    # What is not hidden delays both: kernels and collectives compete for SMs.
+    # Exposed communication delays both: kernels and collectives compete for SMs.
     delay = (1 - hidden) * np.minimum(own, fetch)
     computed, arrived = own + delay, fetch + delay
     for stage in range(1, degree + 1):

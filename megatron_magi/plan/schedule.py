@@ -1,4 +1,4 @@
-"""The order of a rank's steps. Overlap, no overlap and a hidden tail are only different orders."""
+"""The order of the steps of a pass, with overlap, without overlap, and with a hidden last reduction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def make_schedule(degree: int, *, overlap: bool = True, hide_tail_reduce: bool =
     keys are in memory. The backward fetches the keys again instead of keeping them.
 
     ``hide_tail_reduce`` keeps the last stage's keys from the forward: the backward starts with
-    them and ends with the local stage, behind which the last reduction hides.
+    them and ends with the local stage, which overlaps with the last reduction.
     """
     if degree == 0:
         only = (Step(_ATTEND, 0),)
@@ -36,7 +36,7 @@ def _pipelined(order: list[int], saved: int | None, reduce: bool) -> tuple[Step,
     steps: list[Step] = []
     for stage in order:
         if stage in to_fetch[:1] and Step(_FETCH, stage) not in steps:
-            steps.append(Step(_FETCH, stage))  # nothing to hide behind: the first stage is remote
+            steps.append(Step(_FETCH, stage))  # not overlapped: the first stage is remote
         if stage in to_fetch:
             to_fetch.remove(stage)
         if to_fetch and Step(_FETCH, to_fetch[0]) not in steps:

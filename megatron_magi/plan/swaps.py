@@ -1,4 +1,4 @@
-"""Pair swaps of chunks that lower the load of the fullest rank."""
+"""Pair swaps of chunks that reduce the load of the most loaded rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_magi.plan.traffic import Holdings
 
 SWAPS_PER_CHUNK = 4
 PARTNERS = 16
-"""Least loaded ranks that are asked first: they have the most room. The others are asked when none of them helps."""
+"""Least loaded ranks, which are tried first; the others are tried if none of these helps."""
 SWAPS_TRIED = 12
 GATHERING_PASSES = 4
 
@@ -23,7 +23,7 @@ def sum_by_rank(rank: np.ndarray, area: np.ndarray, cp_size: int) -> np.ndarray:
 
 
 def repair(shards: Shards, target: int, holdings: Holdings | None = None) -> Iterator[None]:
-    """Swaps chunks of the fullest rank with others while that lowers the largest load.
+    """Swaps chunks of the most loaded rank with others while that reduces the largest load.
 
     Yields before the first swap and after each. Swaps keep the number of chunks of every rank. Stops once the
     largest load is at most ``target``, or when no single swap helps. Takes the swap that lowers the load most;
@@ -107,7 +107,7 @@ class Shards:
         self._chunks[rank[chunks], place] = chunks
 
     def best_swaps(self, top: int, partners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each chunk of rank ``top`` and each partner, the chunks there that even out the two best.
+        """For each chunk of rank ``top`` and each partner, the partner's chunks that balance the two ranks best.
 
         The two loads meet if the chunks differ in area by half the difference of the loads; the
         neighbours of that area in the sorted areas of the partner are the candidates.

@@ -12,7 +12,7 @@ from megatron_magi.plan.chunks import needed_blocks
 
 
 class Start(NamedTuple):
-    """Where a search for a dispatch begins.
+    """Start of a search for a dispatch.
 
     Attributes:
         rank: rank of the chunks that are placed at the start, -1 for others; int64 ``[num_chunks]``.
@@ -79,7 +79,7 @@ class Holdings:
             self._held[r, t.block[into]] += t.chunk_rows[into]
 
     def nearest(self, chunk: int, rank: int) -> int:
-        """The rank, other than ``rank``, that has, held or fetched, the most of the blocks that ``chunk`` needs."""
+        """The rank, other than ``rank``, that holds or fetches the most of the blocks that ``chunk`` needs."""
         needs = self._traffic.needs(chunk)
         there = (self._users[:, needs] > 0) | (self._held[:, needs] > 0)
         rows = there @ self._traffic.block_rows[needs]

@@ -1,4 +1,4 @@
-"""The exchanges of a plan, stage by stage, as each rank sees them."""
+"""The exchanges of a plan, by stage and rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_magi.plan.types import Transfer
 
 
 class TransferTable:
-    """What all ranks fetch, from which the view of one rank is made when it is asked for."""
+    """What all ranks fetch; the transfers of one rank are derived on demand."""
 
     def __init__(self, part: Partition, stages: tuple[Ranges, ...], ranks_per_node: int | None = None) -> None:
         self._part = part
@@ -21,20 +21,20 @@ class TransferTable:
         self._ranks_per_node = ranks_per_node
 
     def for_rank(self, rank: int) -> tuple[Transfer, ...]:
-        """The transfers of stages 1..degree as ``rank`` sees them."""
+        """The transfers of stages 1..degree for ``rank``."""
         return tuple(self._transfer(rank, ranges) for ranges in self._stages)
 
     def joined(self, rank: int) -> Transfer | None:
-        """One transfer of the rows of all stages, one stage behind the other; None unless there are several.
+        """One transfer of the rows of all stages, in order of stages; None unless there are several.
 
-        None too where nodes are told apart, as rows are handed on stage by stage then.
+        Also None if nodes are distinguished, as rows are then relayed stage by stage.
         """
         if len(self._stages) < 2 or self._ranks_per_node is not None:
             return None
         return self._transfer(rank, self._part.remote)
 
     def _transfer(self, rank: int, ranges: Ranges) -> Transfer:
-        """The transfer of some ranges, each to its place in a buffer."""
+        """The transfer of ranges, each to its place in a buffer."""
         runs, num_ranks = self._part.runs, len(self._part.remote_rows)
         transfer, place, length = exchange(ranges, runs, rank, num_ranks)
         levels = None

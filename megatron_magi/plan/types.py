@@ -1,4 +1,4 @@
-"""What a plan is: frozen plain data, made on the CPU, executed without decisions.
+"""Data types of a plan: immutable data, made on the CPU, executed without further decisions.
 
 Index arrays are read-only numpy int64. "Row" is a token of the rank's shard; ``local`` counts
 rows of the rank's own shard, ``remote`` rows of the buffer of one stage.
@@ -18,7 +18,7 @@ from megatron_magi.mask import bands as bd
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """Who holds which tokens: shared by all masks over the same sequence.
+    """Which rank holds which tokens; shared by all masks over the same sequence.
 
     The sequence of ``total_seqlen`` tokens is padded at its end to ``padded_seqlen`` and cut
     at ``chunk_bounds``; each rank holds some chunks, in ascending order.
@@ -29,8 +29,8 @@ class Dispatch:
     cp_size: int
     chunk_bounds: np.ndarray  # [num_chunks + 1], from 0 to padded_seqlen
     chunk_rank: np.ndarray  # [num_chunks]
-    ranges: tuple[np.ndarray, ...]  # per rank [n, 2]: its global tokens, touching chunks joined
-    shard_lengths: tuple[int, ...]  # tokens a rank, padding included
+    ranges: tuple[np.ndarray, ...]  # per rank [n, 2]: its global tokens, adjacent chunks joined
+    shard_lengths: tuple[int, ...]  # tokens of each rank, padding included
     digest: bytes
 
     def global_index(self, cp_rank: int) -> np.ndarray:
@@ -48,12 +48,12 @@ class Dispatch:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """One group_cast (and, run backwards, one group_reduce) as one rank sees it.
+    """One group_cast (and in the backward direction one group_reduce), for one rank.
 
     The rank sends the rows ``send_index`` of its shard, grouped by destination, and receives
     ``sum(recv_splits)`` rows grouped by source. ``recv_order`` is None when they are already
-    in buffer order; otherwise buffer row i is received row ``recv_order[i]``. The fields from ``owner_rows`` on tell
-    the other side of each row, for ranks that reach each other's memory.
+    in buffer order; otherwise buffer row i is received row ``recv_order[i]``. The fields from ``owner_rows`` on
+    describe the remote side of each row, for ranks that can access each other's memory.
     """
 
     send_index: np.ndarray  # [sum(send_splits)]
@@ -61,12 +61,12 @@ class Transfer:
     recv_splits: tuple[int, ...]  # rows from each rank
     recv_order: np.ndarray | None  # [sum(recv_splits)]
     owner_rows: np.ndarray  # [sum(recv_splits)]: row of each received row in the shard of its owner
-    first_there: tuple[int, ...]  # of each rank: rows that it receives before the first of this one's
-    first_back: tuple[int, ...]  # of each rank: rows that it sends before the first that this one receives
-    most_rows: int  # of any rank: rows of its shard up to the last that it sends
-    most_recv: int  # of any rank: rows that it receives
-    most_send: int  # of any rank: rows that it sends
-    levels: Levels | None = None  # the same in two levels, where nodes are told apart
+    first_there: tuple[int, ...]  # for each rank: rows that it receives before the first from this rank
+    first_back: tuple[int, ...]  # for each rank: rows that it sends before the first to this rank
+    most_rows: int  # maximum over ranks: rows of the shard up to the last that is sent
+    most_recv: int  # maximum over ranks: received rows
+    most_send: int  # maximum over ranks: sent rows
+    levels: Levels | None = None  # the same in two levels, if nodes are distinguished
 
     @property
     def num_recv(self) -> int:
@@ -81,11 +81,11 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """A transfer between nodes of ``ranks_per_node`` neighbours in the group, as one rank sees it.
+    """A transfer between nodes of ``ranks_per_node`` consecutive ranks of the group, for one rank.
 
-    ``near`` moves its own rows among the ranks of its node. ``far`` moves them among the ranks that have its place in
-    their nodes, once to each node where any rank needs them; ``relay`` hands on inside the node what ``far`` brought.
-    Row i of what ``near`` brings is row ``near_rows[i]`` of the transfer's buffer; likewise ``relay_rows``.
+    ``near`` sends own rows to the ranks of its node. ``far`` sends them to the ranks with the same local rank, once to
+    each node where any rank needs them; ``relay`` sends rows received by ``far`` to the ranks of the node.
+    Row i received by ``near`` is row ``near_rows[i]`` of the transfer's buffer; likewise ``relay_rows``.
     """
 
     ranks_per_node: int
@@ -134,17 +134,17 @@ class _SetOnce:
 
 @dataclass(eq=False)
 class Runtime:
-    """What `megatron_magi.attention` keeps with a `RankPlan`: as long as the plan lives, and in its process alone.
+    """Runtime state of `megatron_magi.attention` for a `RankPlan`; lives as long as the plan, and is not pickled.
 
     Attributes:
-        calls: `attention.kinds.Call`, by what calls that share one have in common.
-        casts: by device, arguments of the collectives, one a stage (`attention.runtime.plan_casts`).
+        calls: `attention.kinds.Call` by cache key.
+        casts: by device, arguments of the collectives, one for each stage (`attention.runtime.plan_casts`).
         joined_casts: by device, arguments of the collective for the rows of all stages (`joined_cast` there).
         joined_bands: the mask over the keys of all stages (`attention.one_launch.joined_bands`); None until it is made.
-        tables: of a prepared batch, tile plans on the device; they live as long as something refers to them.
-        keep_stage_tables: of a prepared batch, adds those of the stages to them; None where it has no others.
-        mask_numbers: of a prepared batch, `ops.hopper.gated.MaskNumbers` of a forward and of a backward in one launch.
-        tail: of a static plan of several ranks, the rows behind those that are fetched, to be cleared; else None.
+        tables: of a prepared batch: tile plans on the device, kept alive by this reference.
+        keep_stage_tables: of a prepared batch: adds the tables of the stages; None if there are no others.
+        mask_numbers: of a prepared batch: `ops.hopper.gated.MaskNumbers` of a forward and of a backward in one launch.
+        tail: of a static plan of several ranks: the rows after the fetched ones, to be zeroed; else None.
     """
 
     calls: dict[tuple, Any] = field(default_factory=dict)
@@ -159,22 +159,22 @@ class Runtime:
 
 @dataclass(eq=False)
 class RankPlan(_SetOnce):
-    """What one rank does for one mask.
+    """The part of a plan for one rank.
 
     Attributes:
-        cp_rank, cp_size: of how many ranks this one is which.
+        cp_rank, cp_size: this rank, and the number of ranks.
         num_rows: rows of the shard, padding included.
         bands: one table for each stage, int64 ``[n, 6]``: rows of the shard times rows of the stage's keys; the keys of
             stage 0 are the shard's own.
         transfers: ``transfers[s - 1]`` fetches the keys of stage s.
-        joined: fetches the keys of all stages, one stage behind the other in one buffer. None unless there are several
-            stages, ``one_launch`` is set, and nodes are not told apart.
+        joined: fetches the keys of all stages into one buffer, in order of stages. None unless there are several
+            stages, ``one_launch`` is set, and nodes are not distinguished.
         one_launch: see `OverlapConfig`.
         schedule: order of the steps.
-        plan_hash: what ranks compare.
+        plan_hash: compared between ranks.
         area: visible pairs that the rank computes.
-        num_tokens: rows that are tokens; rows behind them are padding.
-        runtime: copies on a device and what calls keep with the plan.
+        num_tokens: rows that are tokens; rows after them are padding.
+        runtime: device copies and state that calls keep with the plan.
     """
 
     cp_rank: int
@@ -191,7 +191,7 @@ class RankPlan(_SetOnce):
     runtime: Runtime = field(default_factory=Runtime, repr=False)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "runtime": Runtime()}  # what is on a device stays in its process
+        return {**self.__dict__, "runtime": Runtime()}  # device state is not sent to other processes
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state, bands=tuple(own(table) for table in state["bands"]))
@@ -203,7 +203,7 @@ class RankPlan(_SetOnce):
 
 
 def own(table: np.ndarray) -> np.ndarray:
-    """A copy that nothing can change, not even through another array: what is derived from it can be remembered."""
+    """An immutable copy that owns its memory, so that derived results can be cached."""
     copy = table.copy()
     copy.setflags(write=False)
     return copy

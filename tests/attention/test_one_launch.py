@@ -298,8 +298,8 @@ def stay_away(rank, num_ranks):
     torch.cuda.synchronize()
     assert 1.5 < time.monotonic() - begin < 5
     fetches = sum(t.num_recv for t in plan.transfers) > 0
-    what = rf"rank 0 .* did not come within 2 s; attention of rank {rank} .* waited for part 1 of the keys"
-    with pytest.raises(RuntimeError, match=what if fetches else "rank 0 .* did not come within 2 s"):
+    what = rf"rank 0 .* did not arrive within 2 s; attention of rank {rank} .* waited for part 1 of the keys"
+    with pytest.raises(RuntimeError, match=what if fetches else "rank 0 .* did not arrive within 2 s"):
         distributed_attention(q, k, v, plan, group, config=config)
     assert torch.ones(3, device="cuda").sum() == 3  # the device is as it was
 

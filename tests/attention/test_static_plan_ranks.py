@@ -312,7 +312,7 @@ def stay_away(rank: int, num_ranks: int) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert 2 < time.monotonic() - begin < 7
-    with pytest.raises(RuntimeError, match=r"rank 0 .* did not come within 3 s"):
+    with pytest.raises(RuntimeError, match=r"rank 0 .* did not arrive within 3 s"):
         static.load({0: plan})
     assert torch.ones(3, device="cuda").sum() == 3, "the device is as it was"
 

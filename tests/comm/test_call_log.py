@@ -62,8 +62,8 @@ class Slow(calls.CallLog):
 
     answers, failed = threading.Event(), threading.Event()
 
-    def _told(self, call):
-        told = super()._told(call)
+    def _own_answer(self, call):
+        told = super()._own_answer(call)
         if threading.current_thread() is self._thread:
             self.answers.set()
             self.failed.wait(1)

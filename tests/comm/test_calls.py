@@ -231,7 +231,7 @@ def test_a_rank_without_a_group_is_named_when_the_time_of_the_group_is_up(ranks,
         if rank == ODD:
             assert message == "no error"
         else:
-            assert re.search(r"plan: rank 1 of the group \(global rank 1\) did not (come|take part)", message), message
+            assert re.search(r"plan: rank 1 of the group \(global rank 1\) did not (arrive|take)", message), message
 
 
 def count_entries(rank, num_ranks):
@@ -464,12 +464,12 @@ def fail_beside(rank, num_ranks):
     key = new_key(group)
     undispatch(key)
     if rank == 0:
-        guard.text = "group collective: rank 1 of the group (global rank 1) did not come within 2 s"
+        guard.text = "group collective: rank 1 of the group (global rank 1) did not arrive within 2 s"
     end = time.monotonic() + 10
     while not (guard.is_stopped and other.is_stopped) and time.monotonic() < end:
         time.sleep(0.05)
     assert guard.is_stopped and other.is_stopped
-    with pytest.raises(RuntimeError, match=r"group collective: rank 1 .* did not come within 2 s"):
+    with pytest.raises(RuntimeError, match=r"group collective: rank 1 .* did not arrive within 2 s"):
         undispatch(key)
 
 

@@ -112,7 +112,7 @@ def meet(rank, num_ranks):
     assert peers.Meeting(dist.group.WORLD).gather(rank) == list(range(num_ranks))  # another generation
     meeting.timeout_s = 0.3
     if rank == 0:
-        with pytest.raises(RuntimeError, match=r"rank 1 of the group \(global rank 1\) did not come within 0.3 s"):
+        with pytest.raises(RuntimeError, match=r"rank 1 of the group \(global rank 1\) did not arrive within 0.3 s"):
             meeting.gather(None)
 
 
@@ -169,11 +169,11 @@ def ask_for_native(rank, num_ranks):
 
     def decide(group, device):
         asked.append(group)
-        raise RuntimeError("native: rank 1 did not come within 2 s")
+        raise RuntimeError("native: rank 1 did not arrive within 2 s")
 
     native._decide = decide
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="rank 1 did not come within 2 s"):
+        with pytest.raises(RuntimeError, match="rank 1 did not arrive within 2 s"):
             native.native_of(group, torch.device("cpu"))
     native._decide = lambda group, device: (None, "needs a GPU for each rank")
     for _ in range(2):
@@ -392,7 +392,7 @@ def stay_away(rank, num_ranks, width, sums):
     assert 1.5 < time.monotonic() - begin < 4
     absent = slice(0, 4) if sums or rank == 0 else slice(4, 8)  # each rank's sums have a part of rank 1
     assert rows[0][absent].isnan().all()  # nobody goes on with what was there before
-    with pytest.raises(RuntimeError, match=r"rank 1 of the group \(global rank 1\) did not come within 2 s"):
+    with pytest.raises(RuntimeError, match=r"rank 1 of the group \(global rank 1\) did not arrive within 2 s"):
         group_cast([x], args, group, "native")
     assert torch.ones(3, device="cuda").sum() == 3  # the device is as it was
 

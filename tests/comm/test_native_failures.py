@@ -73,5 +73,5 @@ def test_every_other_rank_ends_with_an_error_that_names_the_one_that_is_lost(num
     assert codes == [(9 if how == "dies" else 1) if rank == LOST else 0 for rank in range(num_ranks)]
     for rank in set(range(num_ranks)) - {LOST}:
         seconds, text = (tmp_path / f"rank{rank}").read_text().split(" ", 1)
-        assert f"rank {LOST} of the group (global rank {LOST}) did not come within {TIMEOUT_S} s" in text
+        assert f"rank {LOST} of the group (global rank {LOST}) did not arrive within {TIMEOUT_S} s" in text
         assert TIMEOUT_S - 1 < float(seconds) < 3 * TIMEOUT_S

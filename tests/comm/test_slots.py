@@ -53,12 +53,12 @@ def test_ranks_that_did_not_meet_to_make_room_do_not_try_again_alone():
     class Broken(Slots):
         def grow(self, slot_bytes):
             super().grow(slot_bytes)
-            raise RuntimeError("native: rank 1 did not come within 3 s")
+            raise RuntimeError("native: rank 1 did not arrive within 3 s")
 
     layout, slots = RowLayout.make(((8, 128),), (torch.bfloat16,)), Broken(1 << 30)
     room = native_slots.Room(slots)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="rank 1 did not come"):
+        with pytest.raises(RuntimeError, match="rank 1 did not arrive"):
             room.refusal(layout, 1)
     assert len(slots.grown) == 1
 

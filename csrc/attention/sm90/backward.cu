@@ -1,31 +1,31 @@
-// Attention backward for sm_90a: one work item is 128 keys of one key head, and one or all query heads of its group, or
-// a part of the queries of one.
+// Attention backward for sm_90a: a persistent, warp-specialized kernel. A work item is a tile of 128 keys of one key
+// head, with one or all query heads of its group, or with some query blocks of one head.
 //
-// dK and dV of the item stay in registers over all its queries. A consumer warpgroup owns 64 keys and works on
-// transposed logits, so that P and dS are, as they lie in registers, the first operands of dV and dK. dS goes through
-// shared memory, transposed, for dQ = dS K, of which each warpgroup computes half the columns. What is added to sums in
-// device memory (dQ of every block; dK and dV of items of one query head among several) is handed over, through shared
-// memory, to a warp that adds it by TMA; but dK and dV of heads of 128, for which there is no room, are added from
-// registers. The tile plan is that of the transposed mask: rows are keys, columns are queries.
+// dK and dV of the item are accumulated in registers over all its queries. A consumer warpgroup owns 64 keys and
+// computes transposed logits, so that the register fragments of P and dS are directly the first operands of the wgmmas
+// for dV and dK. dS is written to shared memory, transposed, for dQ = dS K, of which each warpgroup computes half the
+// columns. What is accumulated in device memory (dQ of every block; dK and dV if the query heads of a group are split
+// into items) goes through shared memory to a warp that adds it by TMA reduction; only dK and dV of head dim 128, for
+// which shared memory is too small, are added from registers. The tile plan is that of the transposed mask: rows are
+// keys, columns are queries.
 //
-// Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), then dV, dQ of the block before, dK. dQ lags, so that it
-// waits for no dS of the other warpgroup, and the two drift apart: while one is at its exponentials and dS, the tensor
-// cores work for the other. dV runs while dS is formed; dQ is handed over under dK. The softmax scale is left out of dS
-// and multiplies dQ and dK at the end.
+// For every query block a warpgroup issues S and dP, then dV, dQ of the previous block, dK. As dQ lags a block behind,
+// it rarely waits for dS of the other warpgroup, and the warpgroups run out of phase: while one computes exponentials
+// and dS, the tensor cores work for the other. dV overlaps with computing dS, and handing over dQ with dK. The softmax
+// scale is not in dS; it multiplies dQ and dK in the epilogue.
 //
-// SPLIT_STATS: lse and delta are subtracted by the tensor cores: as three bf16 terms each they are columns that S and
-// dP have besides those of Q and dO, and meet ones. Else each warp reads them, for its own rows, from shared memory,
-// which is what the kernel waits for.
+// SPLIT_STATS: lse and delta are subtracted by the tensor cores: each is split into three bf16 terms, which are extra
+// columns of Q and dO, multiplied by ones. Otherwise each warp loads them from shared memory, which limits the kernel.
 //
-// Heads of 64 leave registers for the operands that are the item's for good: keys for S, values for dP, and keys,
-// transposed, for dQ, of which a warpgroup then computes, transposed too, half the queries. All products of a block are
-// then issued together, S and dP being those of the next block: the warpgroups take turns, and while the products of
-// one run, the other is at its exponentials and dS, with no product of its own in front of them.
+// Head dim 64 leaves registers for operands that are constant over the item (Held): keys for S, values for dP, and
+// transposed keys for dQ, of which a warpgroup then computes half the queries, transposed. All wgmmas of a block are
+// issued together, with S and dP of the next block: the warpgroups alternate (take_turn, give_turn), and while the
+// wgmmas of one run, the other computes exponentials and dS without waiting for wgmmas of its own.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ADD_DQ (0 or 1: without, the
-// order of additions does not depend on time), SPLIT_STATS (0 or 1), GATED (0 or 1: keys from a number on lie
-// elsewhere, arrive while the kernel runs, and have gradients of their own; no tile has both), CAPTURED (0 or 1:
-// mask_numbers.cuh).
+// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ADD_DQ (0 or 1: accumulates dQ,
+// in an order that is not deterministic), SPLIT_STATS (0 or 1), GATED (0 or 1: keys from a given index on are in
+// separate tensors, with gradients of their own, and arrive while the kernel runs; no tile has both kinds), CAPTURED (0
+// or 1: mask_numbers.cuh).
 
 #include "../../common/wgmma.cuh"
 #include "gradients.cuh"
@@ -33,26 +33,26 @@
 #include "tiles.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
-constexpr int kStages = STAGES;  // of q, and of dout
+constexpr int kStages = STAGES;  // buffers of q, and of dout
 constexpr int kGroups = 2;       // consumer warpgroups
 constexpr int kKeys = 64;        // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
 constexpr int kQueries = 64;  // queries of a block
 constexpr int kDqColumns = kHeadDim / kGroups;
-constexpr u32 kPieceFloats = kDqColumns * 16;         // sums of 16 rows and half the columns: those of one warp
-constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they use the same registers in alternation
+constexpr u32 kPieceFloats = kDqColumns * 16;  // a piece: 16 rows and half the columns, the accumulators of one warp
+constexpr bool kDqSharesDp = kDqColumns == kQueries;  // dQ and dP use the same registers
 constexpr bool kSplit = SPLIT_STATS;
-constexpr bool kHold = kHeadDim == 64 && ADD_DQ;  // operands in registers
+constexpr bool kHold = kHeadDim == 64 && ADD_DQ;  // constant operands in registers, see above
 constexpr int kDsBuffers = kHold ? 3 : 2;
 static_assert(kHeadDim == kHeadDimV && !(kSplit && SOFTCAP));
 using T = DTYPE;
 
-// Named barriers: the place where a warpgroup puts what is to be added is free, is full; dS of each warpgroup is
-// there, one for each buffer; a warpgroup may issue its products.
+// Named barriers, one for each warpgroup: its hand-over buffer (Shared::place) is free, is full; its dS is written, one
+// for each buffer of dS; it may issue its wgmmas.
 constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5, kTurn = 11;
 
-// Sums lie in pieces: 16 rows and half the columns as a warp's accumulators lie in registers. With kHold those of dQ
-// are turned: of every 16 queries four pieces of 16 columns.
+// Sums are stored in pieces: 16 rows and half the columns in the layout of a warp's accumulators. With kHold those of
+// dQ are transposed: four pieces of 16 columns for every 16 queries.
 struct BackwardParams {
   TensorMap q, k, v;
 #if GATED
@@ -60,22 +60,22 @@ struct BackwardParams {
 #endif
   TensorMap dout;
   TilePlan plan;
-  // In the order of work: tile; first query head and 65536 * their number; of the blocks of the tile the first, and how
-  // many, 0 for all.
+  // Work items in the order in which they start: tile; first query head | number of query heads << 16; first query
+  // block, and number of query blocks, 0 for all.
   const int4* items;
-  // Query heads packed together are counted as one, and have as many times the rows, interleaved (load_packed). The
-  // plan and the statistics are of these rows.
-  const float* lse;    // [num_heads, stats_row]: times log2 e; or split statistics, 16 bytes each
+  // Packed query heads count as one, with their rows interleaved (load_packed). The plan, lse and delta have these
+  // rows.
+  const float* lse;    // [num_heads, stats_row]: times log2 e; with SPLIT_STATS both lse and delta, 16 bytes a row
   const float* delta;  // [num_heads, stats_row]: -delta
-  float* dq;           // sums [num_heads, 2 halves, units] pieces
-  float* key_sums;     // sums [tiles, key heads, dk and dv, 2 halves, 8 units] pieces, of tiles whose heads are split
+  float* dq;           // sums: [num_heads, 2 halves of the columns, units] pieces
+  float* key_sums;     // sums: [tiles, key heads, dk and dv, 2 halves, 8 units] pieces, of tiles whose heads are split
   void *dk, *dv;
-  int* counter;                          // two words, zero before and after
+  int* counter;                          // two words; zero between launches, see leave()
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   int num_items, group, heads_kv;
   int heads_inner, stats_row, units, store;  // units: stats_row / 16
   float scale, scale_log2, softcap_factor;
-  int log2_packed;  // of the number of query heads packed together; 0 where dQ is added
+  int log2_packed;  // log2 of the number of packed query heads; 0 with ADD_DQ
 #if GATED
   int store_remote;
   void *dk_remote, *dv_remote;  // strides are those of dk and dv
@@ -88,22 +88,22 @@ struct Item {
   int first_pass, past_pass;
   int head, heads;  // query heads
   int tile;
-  int first_block, blocks;  // of the blocks of a head; how many, 0 for all
+  int first_block, blocks;  // query blocks: the first, and how many, 0 for all
   int unused[3];
   DEVICE bool empty() const { return first_pass >= past_pass; }
 };
 
-// What a warpgroup hands over.
+// Where a hand-over buffer is to be added.
 struct Parcel {
-  int piece;  // the first of four; -1: no more
-  int keys;   // 1: for key_sums
+  int piece;  // the first of four; -1: the end
+  int keys;   // 1: to key_sums; 0: to dq
 };
 
-// A query block as the producer announces it beside the queries.
+// Description of a query block, from the producer to the consumers.
 struct BlockInfo {
   int column;       // first query
-  int piece;        // of its sums, the first half
-  int pass_masked;  // 4 * pass, and a bit for each warpgroup that has to apply the mask
+  int piece;        // of its sums of dQ, in the first half
+  int pass_masked;  // 4 * pass | a bit for each warpgroup that applies the mask
   int last;         // 1: the last block of the item
 };
 
@@ -113,18 +113,19 @@ struct Shared {
   u16 q[kStages][kHeadDim / kPanel][kQueries][kPanel];
   u16 dout[kStages][kHeadDimV / kPanel][kQueries][kPanel];
   u16 ds[kDsBuffers][kGroups][kQueries][kKeys];
-  float place[kGroups][4][kPieceFloats];  // what a warpgroup hands over
+  float place[kGroups][4][kPieceFloats];  // hand-over buffers: what is to be added to sums in device memory
   float lse[kStages][kQueries], delta[kStages][kQueries];
-  // Split statistics, of which each has half of 16 columns, and what they meet: for S, and for dP.
+  // SPLIT_STATS: 16 extra columns of Q and dO, in two halves of 8, and the constants that they are multiplied by, for S
+  // and for dP.
   alignas(128) u16 stats[kStages][2][kSplit ? kQueries : 8][8], ones[2][2][kSplit ? kKeys : 8][8];
   u64 kv_full, kv_empty;
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   u64 item_full[2], item_empty[2];
-  Item item[2], next_item;  // the latter is the producer's alone
+  Item item[2], next_item;  // next_item is used by the producer only
   Parcel parcel[kGroups];
   int4 info[kStages];               // BlockInfo
-  int2 bounds[kStages][kTileKeys];  // of a masked block: first and past-the-last query that a key sees
-  alignas(16) float key_place[kGroups][4][kHold ? 4 * kPieceFloats : 4];  // for dK and dV, where there is room
+  int2 bounds[kStages][kTileKeys];  // of a masked block: first and past-the-last query that sees each key
+  alignas(16) float key_place[kGroups][4][kHold ? 4 * kPieceFloats : 4];  // hand-over buffers of dK and dV, with kHold
 };
 
 constexpr u32 kBytesKV = sizeof(Shared::k) + sizeof(Shared::v);
@@ -157,7 +158,7 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
   s.next_item = load_item(p, GATED ? atomicAdd(p.counter, 1) : blockIdx.x);
   while (true) {
     barrier_wait(smem_address(&s.item_empty[slot.index]), slot.parity ^ 1);
-    const Item& item = s.item[slot.index] = s.next_item;  // stays there while its blocks are loaded
+    const Item& item = s.item[slot.index] = s.next_item;  // valid while its blocks are loaded
     barrier_arrive(smem_address(&s.item_full[slot.index]));
     slot.advance();
     if (item.row < 0) break;
@@ -216,16 +217,17 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
       load_packed<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, p.log2_packed, bar);
       if (!kSplit) load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
       ring.advance();
-      if (first) fetch_next();  // early, for it takes long
+      if (first) fetch_next();  // early, to hide its latency
       first = false;
     }
   }
   let_next_kernel_start();
   leave(p.counter);
-  if (GATED) await_earlier_kernels();  // what follows this kernel follows that which brings rows, too
+  // So that kernels after this one on the stream also come after announce_rows.cu.
+  if (GATED) await_earlier_kernels();
 }
 
-// ---- two warps, one for each warpgroup of consumers: they add to the sums in device memory ----
+// ---- two warps, one for each consumer warpgroup, that add hand-over buffers to the sums in device memory ----
 
 DEVICE void add_parcels(const BackwardParams& p, Shared& s, int warpgroup) {
   const u32 place = smem_address(s.place[warpgroup]), free = kPlaceFree + warpgroup, full = kPlaceFull + warpgroup;
@@ -253,7 +255,7 @@ DEVICE void add_parcels(const BackwardParams& p, Shared& s, int warpgroup) {
 
 // ---- consumers ----
 
-// An operand of 64 rows and 16 columns that is not swizzled.
+// Descriptor of an operand of 64 rows and 16 columns without swizzle.
 DEVICE u64 narrow_operand(const void* p) {
   u64 d;
   const u32 low = uniform((smem_address(p) & 0x3FFFF) >> 4 | (64 * 16 >> 4) << 16);
@@ -261,7 +263,7 @@ DEVICE u64 narrow_operand(const void* p) {
   return d;
 }
 
-// acc[64 keys, 64 queries] = a[64 keys, kColumns] * b[64 queries, kColumns]^T, and the statistics that meet ones
+// acc[64 keys, 64 queries] = a[64 keys, kColumns] * b[64 queries, kColumns]^T; with SPLIT_STATS + ones * stats^T
 template <int kColumns>
 DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const Operand& a, const Operand& b, const void* ones,
                                     const void* stats) {
@@ -274,7 +276,7 @@ DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const Operand& a
   wgmma_commit();
 }
 
-// The same of an operand in registers.
+// The same with the first operand in registers.
 template <int kColumns>
 DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const u32 (&a)[kColumns / 4], const Operand& b,
                                     const void* ones, const void* stats) {
@@ -305,7 +307,7 @@ DEVICE void issue_dq(float (&acc)[kDqColumns / 2], const Operand& a, const Opera
   wgmma_commit();
 }
 
-// acc[64 columns, half the queries] = a[64 columns, 128 keys] * ds[half the queries, 128 keys]^T; for heads of 64
+// acc[64 columns, half the queries] = a[64 columns, 128 keys] * ds[half the queries, 128 keys]^T; for head dim 64
 DEVICE void issue_turned_dq(float (&acc)[kDqColumns / 2], const u32 (&a)[kTileKeys / 4], const Operand& ds) {
   wgmma_fence();
 #pragma unroll
@@ -314,7 +316,7 @@ DEVICE void issue_turned_dq(float (&acc)[kDqColumns / 2], const u32 (&a)[kTileKe
   wgmma_commit();
 }
 
-// Operands of the item in registers.
+// Operands in registers that are constant over an item (kHold).
 struct Held {
   u32 k[kHeadDim / 4], v[kHeadDimV / 4], k_turned[kTileKeys / 4];
 };
@@ -322,7 +324,7 @@ struct Held {
 struct Consumer {
   const BackwardParams& p;
   Shared& s;
-  const int warpgroup, lane, row;  // row: first of this thread's keys in the tile
+  const int warpgroup, lane, row;  // row: first of this thread's two keys in the tile; the second is row + 8
   Ring<kStages> ring;
   Ring<kDsBuffers> buffer;  // of dS
   u32 kv_parity = 0;
@@ -338,14 +340,14 @@ struct Consumer {
         k_half(
             smem_address(s.k) + warpgroup * kDqColumns / kPanel * kTileKeys * 128 + warpgroup * kDqColumns % kPanel * 2,
             kTileKeys * 128) {
-    // stmatrix: lane L gives the address of row L % 8 of matrix L / 8. Matrices 1 and 3 are 8 keys on, 2 and 3 are 8
-    // queries on.
+    // stmatrix: lane L gives the address of row L % 8 of matrix L / 8. Matrices 1 and 3 are 8 keys further, 2 and 3 are
+    // 8 queries further.
     const int chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
     ds_store = smem_address(s.ds[0][warpgroup]) + (lane / 16 * 8 + lane % 8) * 128 + ((chunk ^ (lane % 8)) << 4);
     keep(ds_store);
   }
 
-  // One value each query, those of this thread.
+  // Loads one value for each of this thread's queries.
   DEVICE void load_values(float2 (&x)[8], u32 values) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j) x[j] = load_shared_v2(values + 32 * j);
@@ -357,7 +359,7 @@ struct Consumer {
 
   DEVICE BlockInfo block_info() const { return uniform_info(s.info[ring.index]); }
 
-  // S of the block; or dP, of values and dout.
+  // Issues S of the block; with kOfValues dP, from values and dout.
   template <bool kOfValues>
   DEVICE void issue_logits(float (&x)[32]) {
     issue_transposed_logits<kHeadDim>(x, Operand(smem_address(kOfValues ? s.v : s.k) + warpgroup * kKeys * 128),
@@ -365,14 +367,14 @@ struct Consumer {
                                       s.ones[kOfValues], s.stats[ring.index]);
   }
 
-  // S and dP.
+  // Issues S and dP.
   DEVICE void issue_held_logits(float (&x)[32], float (&y)[32], const Held& held) {
     const void* stats = s.stats[ring.index];
     issue_transposed_logits<kHeadDim>(x, held.k, Operand(smem_address(s.q[ring.index])), s.ones[0], stats);
     issue_transposed_logits<kHeadDim>(y, held.v, Operand(smem_address(s.dout[ring.index])), s.ones[1], stats);
   }
 
-  // Of dS in such a buffer.
+  // Issues dQ from buffer `index` of dS.
   DEVICE void issue_held_dq(float (&dq)[kDqColumns / 2], int index, const Held& held) {
     issue_turned_dq(dq, held.k_turned, Operand(smem_address(s.ds[index]) + warpgroup * (kQueries / 2) * 128));
   }
@@ -413,7 +415,7 @@ struct Consumer {
     for (int i = 0; i < 16; ++i) packed[i] = T::pack(x[2 * i], x[2 * i + 1]);
   }
 
-  // `values`: address of lse of this thread's first two queries.
+  // dS = P * (dP - delta). `values`: shared memory address of lse of this thread's first two queries.
   DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const float2 (&delta)[8], u32 values,
                       u32 (&ds)[16]) {
 #pragma unroll
@@ -429,7 +431,7 @@ struct Consumer {
     }
   }
 
-  // Derivative of the softcap, from what became of the logit: kept until then it would take 32 registers.
+  // Derivative of the softcap. The logit is recovered from the probability: keeping it would take 32 registers.
   DEVICE float slope_of_cap(float prob, float lse) const {
     const float capped = fmaxf((log2_fast(prob) + lse) * (1.f / p.scale_log2), -1.f);
     return 1.f - capped * capped;
@@ -442,7 +444,7 @@ struct Consumer {
       store_transposed_x4(base + i * 16 * 128, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
   }
 
-  // Lays down accumulators of half the columns, from kFirst on; kTurned: those of dQ, turned.
+  // Writes accumulators of half the columns, from kFirst on, to a hand-over buffer; kTurned: of transposed dQ.
   template <int kFirst, bool kTurned = false, int N>
   DEVICE void put(const float (&acc)[N], const void* to) {
     constexpr u32 kWarpBytes = kTurned ? 1024 : kPieceFloats * 4;
@@ -453,13 +455,13 @@ struct Consumer {
                       acc[kFirst + 4 * i + 1], acc[kFirst + 4 * i + 2], acc[kFirst + 4 * i + 3]);
   }
 
-  // What was laid down goes to sums in device memory.
+  // Passes a hand-over buffer to the warp that adds it.
   DEVICE void announce(const Parcel& parcel) {
     if (threadIdx.x % 128 == 0) s.parcel[warpgroup] = parcel;
     announce_place();
   }
 
-  // Lays down dQ; it is added once a fence is passed and the place is said to be full.
+  // Writes dQ to the hand-over buffer. announce_place passes it on; its proxy fence makes these writes visible to TMA.
   DEVICE void place_dq(const float (&dq)[kDqColumns / 2], const Parcel& parcel) {
     named_sync(kPlaceFree + warpgroup, 160);
     put<0, kHold>(dq, s.place[warpgroup]);
@@ -476,7 +478,7 @@ struct Consumer {
     announce_place();
   }
 
-  // Adds accumulators of half the columns, from kFirst on, to sums: those of this thread in a piece.
+  // Adds accumulators of half the columns, from kFirst on, to sums in device memory. `sums`: this thread's in a piece.
   template <int kFirst, int N>
   DEVICE void add_half(const float (&acc)[N], float* sums) {
 #pragma unroll
@@ -487,7 +489,8 @@ struct Consumer {
                    : "memory");
   }
 
-  // Until the other warpgroup's dS of the block before is there; then it has also read dS of the block before that.
+  // Waits for the other warpgroup's dS of the previous block. It has then also finished reading dS of the block before
+  // that, whose buffer may be overwritten.
   DEVICE void wait_ds() { named_sync(kDsThere + 2 * buffer.index + 1 - warpgroup, 128 * kGroups); }
 
   DEVICE void announce_ds() { named_arrive(kDsThere + 2 * buffer.index + warpgroup, 128 * kGroups); }
@@ -496,12 +499,11 @@ struct Consumer {
 
   DEVICE void give_turn() { named_arrive(kTurn + 1 - warpgroup, 128 * kGroups); }
 
-  // One query block. dQ lags a block behind, so that the warpgroups need not march in step. Returns whether there is a
-  // next block.
+  // One query block, with dQ of the previous one. Returns whether there is a next block.
   DEVICE bool step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], Parcel& previous) {
     const int now = ring.index;
     float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
-    auto& dq = choose<kDqSharesDp>(y, own);  // registers are scarce
+    auto& dq = choose<kDqSharesDp>(y, own);  // to save registers
     u32 probs[16], ds[16];
     barrier_wait(smem_address(&s.q_full[now]), ring.parity);
     issue_logits<false>(x);
@@ -513,7 +515,7 @@ struct Consumer {
     issue_logits<true>(y);
     wgmma_wait<1>();  // S
     pin(x);
-    // Always so; but ptxas moves nothing across a branch, and would else move the exponentials behind the next wait.
+    // Always true. ptxas moves nothing across a branch, and would otherwise sink the exponentials below the next wait.
     if (info.piece >= 0) form_probs(x, lse, info), pack(probs, x);
     issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
     if (!kSplit) load_values(delta, values + sizeof(Shared::lse));
@@ -525,8 +527,8 @@ struct Consumer {
       const int before = buffer.index;
       buffer.advance();
       store_ds(ds);
-      // Of the first block this is computed of whatever lies there, and not used: a product on one side of a branch
-      // would serialise all of them.
+      // For the first block the operand is stale and the result is not used: ptxas serializes all wgmmas if one is on
+      // one side of a branch.
       issue_dq(dq, Operand(smem_address(s.ds[before])), k_half);
     }
     issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
@@ -567,8 +569,8 @@ struct Consumer {
     }
   }
 
-  // The same with operands in registers. Where a block begins, its S and dP are there, and no product is under way:
-  // what reads or writes shared memory, and exponentials, would wait until the tensor cores have taken it.
+  // The same with kHold. At the start of a block its S and dP are complete and no wgmma is in flight: shared memory
+  // accesses and exponentials would have to wait for it.
   DEVICE void accumulate_held(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2]) {
     Held held;
     hold_operands(held);
@@ -587,8 +589,8 @@ struct Consumer {
     issue_held_logits(x, y, held);
     wgmma_wait<0>();
     pin(x), pin(y), pin(held.k), pin(held.v);
-    int before = -1;                  // piece of dQ of the block before
-    bool is_placed = false, is_last;  // whether dQ lies in its place
+    int before = -1;                  // piece of dQ of the previous block; -1: none
+    bool is_placed = false, is_last;  // is_placed: the hand-over buffer holds dQ that is not yet passed on
     do {
       const int now = ring.index, of_before = buffer.index;
       is_last = info.last;
@@ -599,7 +601,7 @@ struct Consumer {
       if (!kSplit) load_values(delta, values + sizeof(Shared::lse));
       Ring<kStages> next = ring;
       next.advance();
-      const bool is_next = is_there(next);  // asked before the answer is needed
+      const bool is_next = is_there(next);  // tested early, to hide the latency
       u32 probs[16], ds[16];
       form_ds(x, y, delta, values, ds);
       pack(probs, x);
@@ -610,19 +612,19 @@ struct Consumer {
       if (is_last) announce_ds();
       ring.advance();
       if (!is_last && !is_next) await();
-      take_turn();  // the other warpgroup's dS of the block before is there, too
+      take_turn();  // also implies that the other warpgroup's dS of the previous block is written
       issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
       issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
-      // Of the first block dQ, and of the last S and dP, are computed of whatever lies there, and not used: a product
-      // on one side of a branch would serialise all of them.
+      // dQ in the first block, and S and dP in the last one, have stale operands and are not used: ptxas serializes all
+      // wgmmas if one is on one side of a branch.
       issue_held_dq(dq, of_before, held);
       wgmma_wait<1>();  // dV, dK
       pin(probs), pin(ds), pin(dv), pin(dk);
       issue_held_logits(x, y, held);
-      wgmma_wait<2>();  // dQ: the other warpgroup may write to that buffer after its next turn
+      wgmma_wait<2>();  // dQ: the other warpgroup may overwrite its buffer of dS after its next turn
       pin(dq), pin(held.k_turned);
       give_turn();
-      const int4 next_info = s.info[ring.index];  // of the last block nothing that is used
+      const int4 next_info = s.info[ring.index];  // after the last block: stale, not used
       release(s.q_empty[now], lane);
       release(s.dout_empty[now], lane);
       is_placed = before >= 0;
@@ -640,13 +642,13 @@ struct Consumer {
     hand_over(dq, {before, 0});
   }
 
-  // dK and dV of one query head of several.
+  // Adds dK and dV of an item that has only some of the query heads of its group.
   DEVICE void add_key_gradients(const Item& item, const float (&dk)[kHeadDim / 2], const float (&dv)[kHeadDimV / 2]) {
     constexpr int kHalf = kDqColumns / 2, kUnits = kTileKeys / 16;
     const int head_kv = item.head / p.group;
     const int piece = (item.tile * p.heads_kv + head_kv) * 4 * kUnits + 4 * warpgroup;
     if constexpr (kHold) {
-      // Their place is free: dQ of this item was handed over after they had been read.
+      // These buffers are free: dQ of this item was handed over after the warp that adds had read them.
       put<0>(dk, s.key_place[warpgroup][0]);
       put<kHalf>(dk, s.key_place[warpgroup][1]);
       put<0>(dv, s.key_place[warpgroup][2]);
@@ -677,7 +679,7 @@ struct Consumer {
     if (kHold && warpgroup == 1) give_turn();
     while (true) {
       barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
-      // The item stays there until its gradients are written: registers are scarce meanwhile.
+      // Kept in shared memory until the gradients are written, to save registers.
       const Item& item = s.item[slot.index];
       if (item.row < 0) break;
       float dk[kHeadDim / 2], dv[kHeadDimV / 2];
@@ -729,9 +731,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     fence_async_proxy();
   }
   __syncthreads();
-  if (!GATED) await_earlier_kernels();  // else what it reads was there before that which brings rows began
+  // With GATED this kernel overlaps announce_rows.cu; all else that it reads was written before that kernel started.
+  if (!GATED) await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
+    registers_shrink<24>();  // 24 * 128 + 240 * 256: all registers of the block
     const int warp = uniform(threadIdx.x / 32);
     if (threadIdx.x == 0)
       produce(p, s);

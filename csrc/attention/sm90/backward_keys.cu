@@ -1,14 +1,14 @@
-// Attention backward in parts for sm_90a, dK and dV: one work item is 64 keys of one key head, and some or all
+// Attention backward in parts for sm_90a, dK and dV. A work item is a tile of 64 keys of one key head, with some or all
 // query heads of its group.
 //
 // The two consumer warpgroups share the 64 keys. One computes the transposed logits, P and dV, the other dP, dS and dK:
-// each has a product of 64 x WIDTH logits and one that adds to its gradient, whose first operand it formed in its
-// registers. All that passes between them is P in 16 bits (times the slope of the softcap), from each thread to the
-// thread of the same elements. While one is at its elementwise work, the tensor cores work for the other.
+// each has a wgmma for 64 x WIDTH logits, and one for its gradient whose first operand is in registers. Only P in 16
+// bits (times the derivative of the softcap) is passed between them, from each thread to the thread with the same
+// elements. While one does elementwise work, the tensor cores work for the other.
 //
 // The tile plan is that of the transposed mask: rows are keys, columns are queries.
 //
-// Compile-time, beside those of backward_parts.cuh: WIDTH (queries of a block), STAGES.
+// Compile-time, in addition to those of backward_parts.cuh: WIDTH (queries of a block), STAGES (of q, and of dout).
 
 #include "backward_parts.cuh"
 
@@ -20,11 +20,11 @@ struct Shared {
   u16 v[kHeadDimV / kPanel][kRows][kPanel];
   u16 q[kStages][kHeadDim / kPanel][kQueries][kPanel];
   u16 dout[kStages][kHeadDimV / kPanel][kQueries][kPanel];
-  uint4 probs[kQueries / 16][128];  // of each thread of a warpgroup
+  uint4 probs[kQueries / 16][128];  // P, from each thread of one warpgroup to the same thread of the other
   float lse[kStages][kQueries], delta[kStages][kQueries];
   u64 kv_full, kv_empty;
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
-  u64 probs_full[4], probs_empty[4];  // of each pair of warps
+  u64 probs_full[4], probs_empty[4];  // for each pair of warps
   u64 item_full[2], item_empty[2];
   int4 item[2];
 };
@@ -34,7 +34,7 @@ constexpr u32 kBytesQ = sizeof(Shared::q) / kStages;
 constexpr u32 kBytesDout = sizeof(Shared::dout) / kStages;
 constexpr u32 kBytesRow = kQueries * sizeof(float);
 
-// Its head is the first of the query heads.
+// Decodes an item index; the item's head is the first of its query heads.
 DEVICE int4 decode_item(const BackwardPartParams& p, int item) {
   const int per_tile = p.num_heads / p.group * p.splits;
   if (item >= OF_MASK(p, num_tiles) * per_tile) return make_int4(-1, 0, 0, 0);
@@ -104,11 +104,11 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
 
 // ---- consumers ----
 
-// Walks over the blocks of all passes of a tile.
+// Iterates over the blocks of all passes of a tile.
 struct BlockWalk {
   const TilePlan& plan;
   int pass, end_pass, row;
-  int n, count, column, full_begin, full_end;  // of the block: its number in the pass, its first column
+  int n, count, column, full_begin, full_end;  // n, column: index in the pass and first column of the block
 
   // `row`: first of this thread's two rows in the tile; the other is 8 below.
   DEVICE BlockWalk(const TilePlan& plan, int row) : plan(plan), row(row) {}
@@ -140,7 +140,7 @@ struct BlockWalk {
   }
 };
 
-// kOfValues: the warpgroup of P and dV, else that of dS and dK.
+// kOfValues: the warpgroup that computes P and dV; else the one that computes dS and dK.
 template <bool kOfValues>
 struct Consumer {
   static constexpr int kDepth = kOfValues ? kHeadDim : kHeadDimV;
@@ -160,7 +160,7 @@ struct Consumer {
         warp(uniform(threadIdx.x % 128 / 32)),
         row(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {}
 
-  // Barriers of the block that the logits are of, and of the one that the gradient adds up.
+  // Barriers and buffers of the operand of the logits, and of the operand of the gradient.
   DEVICE u64& logits_full(int i) { return kOfValues ? s.q_full[i] : s.dout_full[i]; }
   DEVICE u64& logits_empty(int i) { return kOfValues ? s.q_empty[i] : s.dout_empty[i]; }
   DEVICE u64& gradient_full(int i) { return kOfValues ? s.dout_full[i] : s.q_full[i]; }
@@ -230,7 +230,7 @@ struct Consumer {
     release(logits_empty(ring.index), lane);
   }
 
-  // To the next block, in the order of `produce`; false after the last.
+  // Advances to the next block, in the order of `produce`; false after the last.
   DEVICE bool advance(BlockWalk& walk, int& h, int4 item) const {
     const int heads = p.group / p.splits;
     if (OF_MASK(p, heads_inner)) {
@@ -259,8 +259,8 @@ struct Consumer {
     wgmma_wait<0>();
     pin(x);
     form(x, word, walk);
-    // The loop opens with the first operand of the gradient in registers and no product under way: the assembler would
-    // serialise all products if one crossed the place where the loop closes.
+    // At the start of each iteration the first operand of the gradient is in registers and no wgmma is in flight: ptxas
+    // serializes all wgmmas if one is in flight across the back edge of the loop.
     bool more = true;
     while (more) {
       const int now = ring.index;
@@ -268,8 +268,8 @@ struct Consumer {
       issue_weighted<kColumns, kQueries>(gradient, word, Operand(gradient_block(now), kQueries * 128));
       more = advance(walk, h, item);
       ring.advance();
-      // After the last block the product is computed of what lies in k or v, and not used: around a branch, too, the
-      // assembler would serialise.
+      // After the last block these logits are computed from k or v and not used: ptxas would also serialize the wgmmas
+      // if one were on one side of a branch.
       const Operand next(more ? logits_block(ring.index) : own_keys());
       if (more) barrier_wait(smem_address(&logits_full(ring.index)), ring.parity);
       issue_logits<kDepth, kQueries>(x, own, next);
@@ -324,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
+    registers_shrink<24>();  // 24 * 128 + 240 * 256: all registers of the block
     if (threadIdx.x == 0) produce(p, s);
   } else {
     registers_grow<240>();

@@ -1,9 +1,9 @@
-// What kernels of the backward in parts share: one for dK and dV, one for dQ.
+// Shared by the two kernels of the backward in parts: backward_keys.cu for dK and dV, backward_queries.cu for dQ.
 //
-// Of a head of 256 columns, the gradients of 64 keys fill half of an SM's registers, and nothing is left for dQ;
-// and of any head, sums of dQ in device memory depend on the order in which SMs come. So dK with dV, and dQ, are
-// computed by two kernels, which both need S and dP: seven products instead of five. In return gradients stay in
-// registers until they are written once, unless a group of query heads is split for the sake of idle SMs.
+// For head dim 256, dK and dV of 64 keys take half of an SM's registers, which leaves none for dQ. For any head dim, dQ
+// accumulated in device memory depends on the order of additions, so it is not deterministic. Here two kernels compute
+// dK with dV, and dQ; both need S and dP: seven products instead of five. In return gradients stay in registers until
+// they are written, once, unless a group of query heads is split to occupy idle SMs.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), CAPTURED (0 or 1: mask_numbers.cuh).
 #pragma once
@@ -30,21 +30,21 @@ struct BackwardPartParams {
   const float* lse;    // [num_heads, stats_row]: times log2 e
   const float* delta;  // [num_heads, stats_row]: negated
   void *dq, *dk, *dv;
-  int* counter;                                           // three words, zero before and after
+  int* counter;                                           // three words; zero between launches, see leave()
   i64 dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;  // strides, elements
-  // num_heads and group count query heads packed together as one, which has as many times the rows, interleaved: the
-  // statistics are of these rows, and for keys the plan (load_packed).
+  // num_heads and group count packed query heads as one, with their rows interleaved (load_packed); lse and delta have
+  // these rows, and so has the plan of the kernel for keys.
   int num_tiles, num_heads, group, stats_row, store;
-  int splits;        // of a group of query heads, for keys
-  int heads_inner;   // for keys: a block is visited for all query heads before the next block, not head by head
-  int head_section;  // for queries: heads that are worked on together, counted likewise
+  int splits;        // for keys: parts into which a group of query heads is split
+  int heads_inner;   // for keys: 1: each block for all query heads, then the next block; 0: head by head
+  int head_section;  // for queries: heads of a section, see section_item(); packed heads count as one
   float scale, scale_log2, softcap_factor;
   int log2_packed;  // see row_tiles.cuh
-  int long_blocks;  // for queries: of which the keys and values exceed the L2 cache
+  int long_blocks;  // for queries: blocks from which on the keys and values exceed the L2 cache
 #if GATED
   Gate gate;
 #endif
 };
 
-// The derivative of the softcap where its tanh is x; 0 where x is -inf, that is hidden.
+// Derivative of the softcap, given the tanh; 0 for -inf, a masked logit.
 DEVICE float softcap_slope(float x) { return fmaxf(fmaf(-x, x, 1.f), 0.f); }

@@ -1,16 +1,16 @@
-// Attention backward in parts for sm_90a, dQ: one work item is 128 queries of one head, or fewer of several that share
-// their keys (row_tiles.cuh).
+// Attention backward in parts for sm_90a, dQ. A work item is a tile of 128 query rows of one head, or of several heads
+// that share their keys (row_tiles.cuh).
 //
-// As in the forward, a consumer warpgroup owns 64 rows and goes over all key blocks that any row of the tile sees: S,
-// dP, then dQ += dS K with dS from registers. dQ of a block is computed with the logits of the next. The two take turns
-// at the tensor cores, where there are three stages of keys.
+// As in the forward, a consumer warpgroup owns 64 rows and iterates over all key blocks that any row of the tile sees:
+// S, dP, then dQ += dS K with dS from registers. dQ of a block is issued together with the logits of the next. With
+// three stages of keys the warpgroups issue their wgmmas in turn.
 //
-// On a stream it follows the kernel for dK and dV, of which it needs nothing: it begins where SMs run out of
-// work there, and is only complete when that one is.
+// On the stream it is a programmatic dependent of the kernel for dK and dV and uses none of its results: it starts on
+// SMs that have no more work there, and completes only after it.
 //
-// Compile-time, beside those of backward_parts.cuh: WIDTH (keys of a block), STAGES (of keys), STAGES_V (of values),
-// STAGED (0 or 1: there is room for dQ on its way out), GATED (0 or 1: keys from a number on lie elsewhere, and arrive
-// while the kernel runs).
+// Compile-time, in addition to those of backward_parts.cuh: WIDTH (keys of a block), STAGES (of keys), STAGES_V (of
+// values), STAGED (0 or 1: dQ is staged in shared memory), GATED (0 or 1: keys from a given index on are in separate
+// tensors and arrive while the kernel runs).
 
 #include "backward_parts.cuh"
 #include "row_tiles.cuh"
@@ -18,7 +18,7 @@
 
 constexpr int kKeys = WIDTH;
 constexpr int kStages = STAGES, kStagesV = STAGES_V;
-// With two stages of keys, both needed for dQ of one block and S of the next, whoever waits for a turn waits for keys.
+// With two stages of keys, which dQ of one block and S of the next both occupy, turns would delay the loads of keys.
 constexpr bool kTurns = kStages > 2;
 
 struct Shared {
@@ -64,15 +64,15 @@ struct Loader {
     rv.advance();
   }
 
-  DEVICE void say(int flags, const int4& item) {
+  DEVICE void describe(int flags, const int4& item) {
     barrier_arrive(announce(s.blocks, rk, 0, flags, item));
     rk.advance();
   }
 
-  DEVICE void nothing(const int4& item) { say(kNothing, item); }
+  DEVICE void nothing(const int4& item) { describe(kNothing, item); }
 };
 
-// The prefetch thread's part: rows of an item as soon as there is place.
+// Called by the prefetch thread: loads the rows of an item as soon as their buffers are free.
 struct RowLoader {
   const BackwardPartParams& p;
   Shared& s;
@@ -107,7 +107,7 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
   prefetch_map(&p.v);
   Loader loader{p, s};
   walk_blocks(p, s.passes, loader);
-  loader.say(kEnd, make_int4(0, 0, 0, 0));
+  loader.describe(kEnd, make_int4(0, 0, 0, 0));
 }
 
 // ---- consumers ----
@@ -120,7 +120,7 @@ struct Consumer {
   Ring<kStages> rk;
   Ring<kStagesV> rv;
   u32 rows_parity = 0;
-  int flags;  // of the block whose logits are computed
+  int flags;  // of the block whose logits are being computed
   float lse[2], delta[2];
 
   DEVICE Consumer(const BackwardPartParams& p, Shared& s, int warpgroup)
@@ -149,7 +149,7 @@ struct Consumer {
     return {x.x, uniform(x.y), x.z, x.w};
   }
 
-  // Turns logits into P, times the slope of the softcap.
+  // Replaces logits by P, times the derivative of the softcap.
   DEVICE void form_probs(float (&x)[kKeys / 2]) {
     if (SOFTCAP) apply_softcap(x, p.softcap_factor);
     if (flags & (1 << warpgroup)) {
@@ -170,7 +170,7 @@ struct Consumer {
       ds[i] = T::pack(probs[2 * i] * (dp[2 * i] + delta[i & 1]), probs[2 * i + 1] * (dp[2 * i + 1] + delta[i & 1]));
   }
 
-  // dS of the block whose S and dP are the last products under way.
+  // Waits for S and dP, the last wgmmas in flight, and computes dS.
   DEVICE void await_ds(float (&x)[kKeys / 2], float (&y)[kKeys / 2], u32 (&ds)[kKeys / 4]) {
     wgmma_wait<1>();
     pin(x);
@@ -182,7 +182,7 @@ struct Consumer {
     form_ds(x, y, ds);
   }
 
-  // All key blocks of one work item, of whose first the flags are known.
+  // All key blocks of one work item; `flags` are those of the first.
   DEVICE void accumulate(float (&dq)[kHeadDim / 2]) {
     float x[kKeys / 2], y[kKeys / 2];
     u32 ds[kKeys / 4];
@@ -195,11 +195,11 @@ struct Consumer {
     issue_logits<kHeadDimV, kKeys>(y, dout, Operand(smem_address(s.v[rv.index])));
     pass_turn();
     await_ds(x, y, ds);
-    // The loop opens with dS of its block in registers and no product under way: the assembler would serialise all
-    // products if one crossed the place where the loop closes.
+    // At the start of each iteration dS of the block is in registers and no wgmma is in flight: ptxas serializes all
+    // wgmmas if one is in flight across the back edge of the loop.
     while (true) {
-      // This always ends the loop. As its condition it would be moved behind the body, and doubled before it, whereupon
-      // the assembler finds too few registers and serialises the products.
+      // kLast always ends the loop: num_tiles is never negative. As the loop's condition, the compiler would rotate the
+      // loop and duplicate the test, after which ptxas runs out of registers and serializes the wgmmas.
       if (flags & kLast) {
         if (p.num_tiles >= 0) break;
         flags = uniform(flags + 1);
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
+    registers_shrink<24>();  // 24 * 128 + 240 * 256: all registers of the block
     if (threadIdx.x == 0) produce(p, s);
     if (threadIdx.x == 32) find_rows(p, s);
   } else {

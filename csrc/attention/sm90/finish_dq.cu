@@ -1,6 +1,8 @@
-// Turns the sums of dQ into the gradient of q: times the softmax scale.
-// Compile-time: HEAD_DIM, DTYPE, CONCURRENT (0 or 1: runs at the same time as the kernel before it, which began when
-// the sums were there; what comes after this kernel comes after that one, too).
+// Converts the fp32 sums of dQ to the gradient of q: times the softmax scale.
+//
+// Compile-time: HEAD_DIM, DTYPE, CONCURRENT (0 or 1: a programmatic dependent that runs concurrently with the preceding
+// kernel and uses none of its results: that kernel started after the sums were complete. This kernel ends after it, so
+// that the next kernel on the stream follows both).
 
 #include "gradients.cuh"
 
@@ -11,14 +13,14 @@
 constexpr int kColumns = HEAD_DIM / 2;  // of a piece
 
 struct FinishParams {
-  const float4* sums;  // [num_heads, 2 halves, units] pieces; or turned, see backward.cu
+  const float4* sums;  // [num_heads, 2 halves, units] pieces; for head dim 64 transposed, see backward.cu
   void* dq;
   i64 dq_row, dq_head;  // strides, elements
   int num_rows, blocks, units, store;
   float scale;
 };
 
-// One block: 64 rows of one head.
+// One thread block: 64 rows of one head.
 extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_constant__ FinishParams p) {
   if (!CONCURRENT) await_earlier_kernels();
   let_next_kernel_start();
@@ -49,5 +51,6 @@ extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_con
   finish_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32), p.dq, at, p.dq_row, valid, p.store, p.scale,
                                 lane);
 #endif
-  if (CONCURRENT && blockIdx.x == gridDim.x - 1) await_earlier_kernels();  // one is enough, and the others make room
+  if (CONCURRENT && blockIdx.x == gridDim.x - 1)
+    await_earlier_kernels();  // one block is enough; the others free their SMs
 }

@@ -1,7 +1,8 @@
-// Turns the sums of dK and dV, of tiles whose query heads were split, into gradients: dK times the softmax
-// scale.
-// Compile-time: HEAD_DIM, DTYPE, GATED (see backward.cu), CAPTURED (mask_numbers.cuh; then with more blocks
-// than tiles need).
+// Converts the fp32 sums of dK and dV, of tiles whose query heads were split into several items, to gradients: dK times
+// the softmax scale.
+//
+// Compile-time: HEAD_DIM, DTYPE, GATED (see backward.cu), CAPTURED (mask_numbers.cuh; the grid may then have more
+// blocks than there are tiles).
 
 #include "gradients.cuh"
 
@@ -9,7 +10,7 @@ constexpr int kColumns = HEAD_DIM / 2;  // of a piece
 
 struct FinishKeysParams {
   const float4* sums;  // [tiles, key heads, dk and dv, 2 halves, 8 units] pieces
-  const int4* tiles;   // first row, and last the number of rows
+  const int4* tiles;   // x: first row; w: number of rows
   void *dk, *dv;
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   int heads_kv, store;
@@ -24,7 +25,7 @@ struct FinishKeysParams {
 #endif
 };
 
-// One block: half of the columns of one tile and head, of dk or of dv.
+// One thread block: half the columns of one tile and head, of dk or of dv.
 extern "C" __global__ void __launch_bounds__(256) ffa_finish_keys(const __grid_constant__ FinishKeysParams p) {
   await_earlier_kernels();
   let_next_kernel_start();

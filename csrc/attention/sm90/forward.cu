@@ -1,18 +1,18 @@
-// Attention forward for sm_90a: one work item is 128 or 192 query rows of one head, or fewer of several that share
-// their keys (row_tiles.cuh), computed completely.
+// Attention forward for sm_90a: a persistent, warp-specialized kernel. A work item is a tile of 128 or 192 query rows
+// of one head, or of several heads that share their keys (row_tiles.cuh), over all of its keys.
 //
-// A producer streams keys and values through shared memory, a prefetch thread fetches the queries of the next item
-// (row_tiles.cuh). Two or three consumer warpgroups own 64 rows each. Neither waits for the other: the softmax of one
-// hides under the products of the other, and what stands alone at the ends of an item under products of the next: its
-// first logits are computed while the output is written, which goes through shared memory (staging.cuh).
+// A producer thread streams keys and values through shared memory; a prefetch thread loads the queries of the next
+// item. Two or three consumer warpgroups own 64 rows each and do not synchronize with each other, so the softmax of one
+// overlaps with the wgmmas of another. Prologue and epilogue overlap across items: the first logits of the next item
+// are computed while the output is written, through shared memory (staging.cuh).
 //
-// The mask of a tile is a list of passes: a range of key blocks, and for each row the keys it sees. Only blocks outside
-// the sub-range that all rows see completely apply the mask.
+// The mask of a tile is a list of passes: a range of key blocks, and for each row the interval of keys it sees. The
+// mask is applied only to blocks outside the sub-range that all rows see completely.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, GROUPS (of consumers), BLOCK_N, STAGES, Q_STAGES (of queries), STAGED (0 or 1:
-// output leaves through the place of its queries, which takes two stages of them), DTYPE (Bf16 or Fp16), SOFTCAP (0 or
-// 1), GATED (0 or 1: keys from a number on lie elsewhere, and arrive while the kernel runs: arrivals.cuh), CAPTURED (0
-// or 1: mask_numbers.cuh).
+// Compile-time: HEAD_DIM, HEAD_DIM_V, GROUPS (consumer warpgroups), BLOCK_N, STAGES (of keys and of values), Q_STAGES
+// (of queries), STAGED (0 or 1: the output is staged in the buffer of its queries, which needs Q_STAGES 2), DTYPE (Bf16
+// or Fp16), SOFTCAP (0 or 1), GATED (0 or 1: keys from a given index on are in separate tensors and arrive while the
+// kernel runs: arrivals.cuh), CAPTURED (0 or 1: mask_numbers.cuh).
 
 constexpr int kGroups = GROUPS;  // consumer warpgroups
 
@@ -24,7 +24,7 @@ constexpr int kGroups = GROUPS;  // consumer warpgroups
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQStages = Q_STAGES;
 constexpr int kRows = 64;         // query rows of a warpgroup
-constexpr int kBehind = 1 << 30;  // a key behind the last: TMA writes zeros
+constexpr int kBehind = 1 << 30;  // a key out of bounds: TMA fills zeros
 using T = DTYPE;
 
 #include "row_products.cuh"
@@ -38,27 +38,27 @@ struct ForwardParams {
   TilePlan plan;
   void* out;
   float* lse;
-  float* max_logits;      // of each head as ordered integers, or null
+  float* max_logits;      // [num_heads], updated by atomic_max_logit; or null
   const float* sink_lse;  // or null
-  int* counter;           // three words, zero before and after
+  int* counter;           // three words; zero between launches, see leave()
   i64 out_row, out_head;  // strides, elements
   i64 lse_row, lse_head;
   i64 sink_row, sink_head;
-  // num_heads, group and head_section count heads packed together as one.
+  // num_heads, group and head_section count packed heads as one.
   int num_tiles, num_heads, group, head_section;
-  float scale_log2;      // softmax scale * log2 e, or softcap * log2 e
-  float softcap_factor;  // softmax scale / softcap
-  float logit_scale;     // of max_logits
-  int accumulate, out_fp32;
-  int log2_packed;  // see row_tiles.cuh
-  int long_blocks;  // of which the keys and values exceed the L2 cache
+  float scale_log2;          // softmax scale * log2 e, or softcap * log2 e
+  float softcap_factor;      // softmax scale / softcap
+  float logit_scale;         // of max_logits
+  int accumulate, out_fp32;  // accumulate: merge into the partial out and lse of earlier keys
+  int log2_packed;           // see row_tiles.cuh
+  int long_blocks;           // blocks from which on the keys and values exceed the L2 cache
 #if GATED
   Gate gate;
 #endif
 };
 
 struct Shared {
-  alignas(1024) u16 q[kQStages][kGroups][kHeadDim / kPanel][kRows][kPanel];  // and output on its way out
+  alignas(1024) u16 q[kQStages][kGroups][kHeadDim / kPanel][kRows][kPanel];  // also staging for the output
   u16 k[kStages][kHeadDim / kPanel][kBlockN][kPanel];
   u16 v[kStages][kHeadDimV / kPanel][kBlockN][kPanel];
   u64 q_full[kQStages][kGroups], q_empty[kQStages][kGroups];
@@ -77,7 +77,7 @@ struct Loader {
   const ForwardParams& p;
   Shared& s;
   Ring<kStages> rk, rv;
-  int previous = 0, previous_head = -1;  // block whose values have yet to be loaded; -1: none
+  int previous = 0, previous_head = -1;  // block whose values are still to be loaded; head -1: none
 #if GATED
   Arrivals arrivals;
 #endif
@@ -91,7 +91,7 @@ struct Loader {
     rv.advance();
   }
 
-  // Values follow the keys of the next block, be it of the next item, for they are used after them.
+  // Values are loaded after the keys of the next block, even of the next item: the consumers need them in this order.
   DEVICE void later(int key, int head) {
     if (previous_head >= 0) load_v(previous, previous_head);
     previous = key, previous_head = head;
@@ -108,10 +108,10 @@ struct Loader {
     later(key, head_kv);
   }
 
-  // A block whose keys are what lies there.
+  // A block without keys: the key buffer keeps its old contents.
   DEVICE void skip_k(int flags, const int4& item) {
     const u32 bar = announce(s.blocks, rk, 0, flags, item);
-    if (flags & kMasked) {  // no row sees anything
+    if (flags & kMasked) {  // all rows see nothing
       for (int i = 0; i < kTilePlaces; ++i) s.blocks.bounds[rk.index][i] = make_int2(0, 0);
       fence_async_proxy();
     }
@@ -135,11 +135,13 @@ DEVICE void produce(const ForwardParams& p, Shared& s) {
   Loader loader{p, s};
   walk_blocks(p, s.passes, loader);
   loader.later(0, -1);
-  loader.skip_k(kEnd, make_int4(0, 0, 0, 0));  // what is computed of it is not used
-  if (GATED) await_earlier_kernels();          // what follows this kernel follows that which brings rows, too
+  loader.skip_k(kEnd, make_int4(0, 0, 0, 0));  // consumers compute its logits but do not use them
+  // So that kernels after this one on the stream also come after announce_rows.cu.
+  if (GATED) await_earlier_kernels();
 }
 
-// The prefetch thread's part: queries of an item as soon as there is place. Without `load`: they are what lies there.
+// Called by the prefetch thread: loads the queries of an item as soon as a buffer is free. Without `load`, the buffer
+// keeps its old contents.
 struct QueryLoader {
   const ForwardParams& p;
   Shared& s;
@@ -171,8 +173,7 @@ DEVICE void find_queries(const ForwardParams& p, Shared& s) {
 
 // ---- consumers ----
 
-// Stores the rows of this thread, the second `step` after the first: factor * acc, and where kAdd, prior * what is
-// there.
+// Stores the two rows of this thread, `row` and `row + step`: factor * acc, and with kAdd plus prior * the old output.
 template <bool kFloat, bool kAdd>
 DEVICE void store_rows(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const float (&factor)[2],
                        const float (&prior)[2], int row, int step, int end_row, int head, int lane) {
@@ -180,7 +181,7 @@ DEVICE void store_rows(const ForwardParams& p, const float (&acc)[kHeadDimV / 2]
   for (int r = 0; r < 2; ++r) {
     const int at = row + step * r;
     const bool valid = at < end_row;
-    const bool add = kAdd && prior[r] > 0.f;  // else the old output may be anything
+    const bool add = kAdd && prior[r] > 0.f;  // if 0, the old output may be NaN
     const i64 offset = at * p.out_row + head * p.out_head;
     float* out32 = static_cast<float*>(p.out) + offset + 2 * (lane % 4);
     u16* out16 = static_cast<u16*>(p.out) + offset;
@@ -208,7 +209,7 @@ DEVICE void store_rows(const ForwardParams& p, const float (&acc)[kHeadDimV / 2]
           *reinterpret_cast<float2*>(out32 + column) = make_float2(x, y);
       }
       if (!kFloat) {
-        transpose_quad(word, lane);  // now each thread stores 16 bytes
+        transpose_quad(word, lane);  // so that each thread stores 16 bytes
         if (valid)
           *reinterpret_cast<uint4*>(out16 + 32 * g + 8 * (lane % 4)) = make_uint4(word[0], word[1], word[2], word[3]);
       }
@@ -216,7 +217,8 @@ DEVICE void store_rows(const ForwardParams& p, const float (&acc)[kHeadDimV / 2]
   }
 }
 
-// The choice is made once, not for each element: an item of few blocks would spend a fifth of its time on branches.
+// One branch selects a specialized function: branches for each element would take a fifth of the time of an item with
+// few blocks.
 DEVICE void store_output(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const float (&factor)[2],
                          const float (&prior)[2], int row, int step, int end_row, int head, int lane) {
   if (!p.accumulate && !p.out_fp32)
@@ -229,7 +231,8 @@ DEVICE void store_output(const ForwardParams& p, const float (&acc)[kHeadDimV / 
     store_rows<true, true>(p, acc, factor, prior, row, step, end_row, head, lane);
 }
 
-// `staging`: where this warp's output goes through, if not 0: then all of its rows are the tile's.
+// Epilogue: normalizes, adds the sink, merges with earlier partial results, stores output and lse. `staging`: staging
+// buffer of this warp, all of whose rows are then in the tile; 0: direct stores.
 DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, u32 staging,
                    int row, int step, int end_row, int head, int lane) {
   float factor[2], lse[2], prior[2] = {0.f, 0.f};
@@ -257,7 +260,7 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
       }
       factor[r] *= weight(own, lse[r]);
     }
-    __syncwarp();  // all threads of a row have read before one writes
+    __syncwarp();  // all threads of a row have read its lse before one of them writes it
   }
   if (staging) store_staged<T, kHeadDimV>(&p.out_map, staging, kRows * 128, acc, factor, row, head, lane);
   if (lane % 4 == 0) {
@@ -268,7 +271,7 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
   if (p.max_logits) {
     float top = row < end_row ? softmax.max[0] : -kInfinity;
     if (row + step < end_row) top = fmaxf(top, softmax.max[1]);
-    const int heads_end = 4 << p.log2_packed;  // of the threads before it, every four have a head of their own
+    const int heads_end = 4 << p.log2_packed;  // lanes before it: four for each head
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) {
       const float other = __shfl_xor_sync(0xffffffffu, top, i);
@@ -290,9 +293,9 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   };
   Ring<kStages> rk, rv;
   Ring<kQStages> rq;
-  // Sums of 32 bits, which stay in uniform registers.
+  // 32-bit address arithmetic, which stays in uniform registers.
   auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
-  int flags;  // of the block whose logits were computed last
+  int flags;  // of the block whose logits were issued last
   float logits[kBlockN / 2];
   auto wait_k = [&] { barrier_wait(nth(s.blocks.full, 8, rk.index), rk.parity); };
   auto wait_v = [&] { barrier_wait(nth(s.v_full, 8, rv.index), rv.parity); };
@@ -314,7 +317,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       const int2* of_row = s.blocks.bounds[rk.index] + place.row;
       const int2 bounds[2] = {of_row[0], of_row[place.step]};
       apply_mask(x, s.blocks.info[rk.index].x + 2 * (lane % 4), bounds);
-      __syncwarp();  // all have read before one thread releases the block
+      __syncwarp();  // all lanes have read before one of them releases the block
     }
   };
   auto again = [&](float (&x)[kBlockN / 2]) {
@@ -323,7 +326,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   };
   const bool look = p.max_logits != nullptr;
   const bool stages = STAGED && !p.accumulate && !p.out_fp32;
-  int leaving = -1;  // stage of queries from where output is on its way out
+  int leaving = -1;  // stage of queries that is still in use, possibly by the TMA store of the output; -1: none
   auto release_q = [&] {
     if (leaving < 0) return;
     if (lane == 0) bulk_wait_read();
@@ -340,7 +343,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   wgmma_wait<0>();
   pin(logits);
   while (!(flags & kEnd)) {
-    // The logits of an item's first block are there.
+    // Here the logits of the item's first block are complete.
     const int first_row = s.blocks.info[rk.index].z, head_rows = s.blocks.info[rk.index].w;
     __syncwarp();
     float out[kHeadDimV / 2], rescale[2];
@@ -356,8 +359,8 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     pack_pairs(probs, logits);
     const Operand q(queries());
     while (true) {
-      // This always ends the loop. As its condition it would be moved behind the body, and doubled before it, whereupon
-      // the assembler finds too few registers and serialises the products.
+      // kLast always ends the loop: num_tiles is never negative. As the loop's condition, the compiler would rotate the
+      // loop and duplicate the test, after which ptxas runs out of registers and serializes the wgmmas.
       if (flags & kLast) {
         if (p.num_tiles >= 0) break;
         flags = uniform(flags + 1);
@@ -385,9 +388,9 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       pack_pairs(probs, logits);
     }
     const int rows = head_rows >> 16;
-    // Each warp puts its output where its own queries were, which no other warp's part of a product reads. What differs
-    // by warp goes through `uniform`: behind branches that may differ by thread the assembler keeps rings and
-    // descriptors out of uniform registers.
+    // Each warp stages its output in the rows of its own queries, which only its own part of a wgmma reads. Values that
+    // differ between warps go through `uniform`: after branches that may diverge, ptxas would not keep ring indices and
+    // descriptors in uniform registers.
     const bool staged = uniform(stages && place.warp_within(p, rows));
     const u32 staging = staged ? queries() + uniform(threadIdx.x % 128 / 32) * 16 * 128 : 0;
     leaving = rq.index;
@@ -425,9 +428,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     barrier_init_fence();
   }
   __syncthreads();
-  if (!GATED) await_earlier_kernels();  // else what it reads was there before that which brings rows began
+  // With GATED this kernel overlaps announce_rows.cu; all else that it reads was written before that kernel started.
+  if (!GATED) await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<kGroups == 3 ? 32 : 24>();  // together all that the block was launched with
+    registers_shrink<kGroups == 3 ? 32 : 24>();  // together with registers_grow: all registers of the block
     if (threadIdx.x == 0) produce(p, s);
     if (threadIdx.x == 32) find_queries(p, s);
   } else {

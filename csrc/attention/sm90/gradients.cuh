@@ -1,4 +1,4 @@
-// How gradients are written: from accumulators, and from sums of them in device memory.
+// Epilogues of the backward: gradients are written from accumulators, or from fp32 sums of them in device memory.
 #pragma once
 
 #include "tiles.cuh"
@@ -41,9 +41,9 @@ DEVICE void store_gradient_as(void* to, i64 offset, i64 step, const bool (&valid
   }
 }
 
-// Writes or adds the accumulators of 64 rows, times `factor`. `offset`: element of this thread's first row; the second
-// is `step` elements on. The choice is made once, not for each element: of an item of few blocks, branches would take a
-// third of the time.
+// Stores or adds the accumulators of 64 rows, times `factor`. `offset`: element offset of this thread's first row; the
+// second is `step` elements further. One branch selects a specialized function: branches for each element would take a
+// third of the time of an item with few blocks.
 template <typename T, int kColumns>
 DEVICE void store_gradient(int store, void* to, i64 offset, i64 step, const bool (&valid)[2],
                            const float (&acc)[kColumns / 2], float factor, int lane) {
@@ -57,9 +57,9 @@ DEVICE void store_gradient(int store, void* to, i64 offset, i64 step, const bool
     store_gradient_as<T, kColumns, kAddHalf>(to, offset, step, valid, acc, factor, lane);
 }
 
-// A warp turns sums of 16 rows and kColumns columns into rows of a gradient. `sums`: of every 8 columns those of this
-// thread, as accumulators lie in registers. `at`: element of its first column of row lane / 4; the other row of this
-// thread is 8 below.
+// A warp converts sums of 16 rows and kColumns columns to rows of a gradient. `sums`(i): this thread's elements of the
+// i-th 8 columns, in the layout of accumulators. `at`: element offset of the first column of row lane / 4; the other
+// row of this thread is 8 rows below.
 template <typename T, int kColumns, typename Sums>
 DEVICE void finish_rows(const Sums& sums, void* to, i64 at, i64 row_stride, const bool (&valid)[2], int store,
                         float scale, int lane) {
@@ -97,8 +97,7 @@ DEVICE void finish_rows(const Sums& sums, void* to, i64 at, i64 row_stride, cons
   }
 }
 
-// The same of sums that lie in pieces, as a warp's accumulators lie in registers. Piece and gradient are read and
-// written once.
+// The same for sums stored in pieces, in the layout of a warp's accumulators. They are read once, hence __ldcs.
 template <typename T, int kColumns>
 DEVICE void finish_piece(const float4* piece, void* to, i64 at, i64 row_stride, const bool (&valid)[2], int store,
                          float scale, int lane) {

@@ -1,6 +1,8 @@
-// What the backward needs of each row: lse and delta, transposed to one head after another; or to one pack of 2, 4 or 8
-// heads after another, each row of a pack head by head. And zeros where it will add.
-// Compile-time: CAPTURED (mask_numbers.cuh), DELTA (0 or 1: computes delta, see row_dots.cuh; then HEAD_DIM_V, DTYPE).
+// Prepares the backward: transposes lse and delta to [heads, rows], or for packs of 2, 4 or 8 heads to [packs, rows,
+// heads of a pack], and zeroes the sums to which it adds.
+//
+// Compile-time: CAPTURED (mask_numbers.cuh), DELTA (0 or 1: also computes delta, see row_dots.cuh; then HEAD_DIM_V,
+// DTYPE).
 
 #include "../../common/ptx.cuh"
 #include "mask_numbers.cuh"
@@ -13,25 +15,24 @@
 #include "row_dots.cuh"
 #endif
 
-// Of a block. Where it computes delta heads are few: so there are many blocks, which wait for memory at different
-// times.
+// Rows and heads of a thread block. With DELTA fewer heads: more blocks hide the memory latency better.
 constexpr int kLog2Rows = 5, kTileRows = 1 << kLog2Rows, kTileHeads = DELTA ? 8 : 32;
 
 struct PrepareParams {
   const float* lse;
-  float* delta;             // with DELTA written, if it is there
-  float* lse_out;           // [packs, stats_row]: times log2 e; or both, split, 16 bytes a row
+  float* delta;             // input; with DELTA an output, or null
+  float* lse_out;           // [packs, stats_row]: times log2 e; or lse and delta, split, 16 bytes a row
   float* delta_out;         // [packs, stats_row]: negated
   float4 *sums, *key_sums;  // to be zeroed
   i64 num_sums, num_key_sums;
   i64 lse_row, lse_head, delta_row, delta_head;
   int num_rows, num_heads, stats_row;  // stats_row: rows with their padding, times the heads of a pack
   int log2_packed;
-  float split;     // what lse is multiplied by where it is split; 0: it is not
-  int concurrent;  // it runs at the same time as the kernel before it, of which it needs nothing, and which began when
-                   // all else was there; the next one may start when all is written, and comes after both
+  float split;     // factor of lse if lse and delta are split into three bf16 terms (SPLIT_STATS); 0: not split
+  int concurrent;  // 1: runs concurrently with the preceding kernel and uses none of its results: that kernel started
+                   // after all inputs were complete. Kernels that wait for the end of this one wait for both
 #if CAPTURED
-  const MaskNumbers* numbers;  // num_key_sums is of one tile whose dK and dV are sums
+  const MaskNumbers* numbers;  // num_key_sums is then per tile
 #endif
 #if DELTA
   const u32 *dout, *out;
@@ -39,7 +40,7 @@ struct PrepareParams {
 #endif
 };
 
-// Three bf16 terms, whose sum has the precision of fp32. Not finite would be NaN times 0.
+// Three bf16 terms whose sum has the precision of fp32. Clamped, as inf times the zeros of the other operand is NaN.
 DEVICE uint2 split_in_three(float x) {
   x = fminf(fmaxf(x, -3e38f), 3e38f);
   u32 term[3];
@@ -56,7 +57,7 @@ DEVICE void fill_zeros(float4* to, i64 count) {
     to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
-// kTileRows rows of kTileHeads heads.
+// One thread block: kTileRows rows of kTileHeads heads.
 DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
   __shared__ float2 tile[kTileRows][kTileHeads + 1];
   for (int i = threadIdx.x; i < kTileRows * kTileHeads; i += 256) {
@@ -64,8 +65,8 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
     float2 v = make_float2(0.f, 0.f);
     if (row < p.num_rows && head < p.num_heads) {
       const float lse = p.lse[row * p.lse_row + head * p.lse_head];
-      // A row without keys, or garbage: any finite value gives exp(-inf) = 0. Infinite, by a sink: its keys weigh
-      // nothing.
+      // lse is -inf (a row without visible keys) or uninitialized: any finite value will do, as all its logits are
+      // -inf. lse is inf (an infinite sink): all probabilities are 0.
       v.x = lse > -1e30f && lse < 1e30f ? lse * 1.4426950408889634f : lse > 0.f ? __int_as_float(0x7f800000) : 0.f;
 #if !DELTA
       v.y = -p.delta[row * p.delta_row + head * p.delta_head];
@@ -104,7 +105,7 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
   }
 }
 
-// Blocks after the last row and head only zero. Reads come first: behind the zeros they would wait for them.
+// Blocks past the last row and head only zero the sums. Reads are issued before the zeros, which would delay them.
 extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_constant__ PrepareParams p) {
   if (!p.concurrent) {
     await_earlier_kernels();
@@ -121,9 +122,10 @@ extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_const
   fill_zeros(p.key_sums, p.num_key_sums);
 #endif
   if (!p.concurrent) return;
-  asm volatile("fence.proxy.async;" ::: "memory");  // what is written is read, and added to, by TMA
+  // TMA of the next kernel reads the statistics and adds to the sums: orders these writes before the async proxy.
+  asm volatile("fence.proxy.async;" ::: "memory");
   __threadfence();
   __syncthreads();
   let_next_kernel_start();
-  if (blockIdx.x == gridDim.x - 1) await_earlier_kernels();  // one is enough
+  if (blockIdx.x == gridDim.x - 1) await_earlier_kernels();  // one block is enough
 }

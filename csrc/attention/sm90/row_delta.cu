@@ -10,11 +10,11 @@ struct RowDeltaParams {
   int num_rows, num_heads;
 };
 
-// One block: kRowsAtOnce * kStride rows of a head each, heads of a row before the next row.
+// One thread block: kRowsAtOnce * kStride pairs of a row and a head, in row-major order.
 extern "C" __global__ void __launch_bounds__(kThreads) ffa_row_delta(const __grid_constant__ RowDeltaParams p) {
   await_earlier_kernels();
   let_next_kernel_start();
-  // 32 bits are enough: 2^32 rows of a head are more than fit in the memory of a device.
+  // 32 bits are enough: 2^32 pairs of a row and a head do not fit in the memory of a device.
   const u32 heads = p.num_heads;
   dot_rows(
       {p.dout, p.out, p.dout_row, p.dout_head, p.out_row, p.out_head}, blockIdx.x * (kRowsAtOnce * kStride),

@@ -1,5 +1,7 @@
-// rowsum(dout * out). A few lanes take a row of a head, 16 bytes each, and several rows at once, for it is memory that
-// they wait for. Compile-time: HEAD_DIM_V, DTYPE.
+// rowsum(dout * out). A few lanes share a row of a head, 16 bytes each; a thread loads several rows at once to hide the
+// memory latency.
+//
+// Compile-time: HEAD_DIM_V, DTYPE.
 #pragma once
 
 #include "../../common/ptx.cuh"
@@ -8,7 +10,7 @@ constexpr int kPieces = HEAD_DIM_V / 8;  // of a row, 16 bytes each
 constexpr int kLanes = kPieces > 16 ? 32 : kPieces > 8 ? 16 : kPieces > 4 ? 8 : kPieces > 2 ? 4 : kPieces;
 constexpr int kRowsAtOnce = 4;  // of a thread
 constexpr int kThreads = 256;
-constexpr int kStride = kThreads / kLanes;  // rows of a block, once
+constexpr int kStride = kThreads / kLanes;  // rows that a thread block loads at once
 
 struct RowPairs {
   const u32* dout;
@@ -16,8 +18,8 @@ struct RowPairs {
   i64 dout_row, dout_head, out_row, out_head;  // strides, elements
 };
 
-// kRowsAtOnce * kStride of `count` rows of heads from `begin` on: where(i, row, head) says which one is the i-th, and
-// store(i, sum) is told by one of its lanes.
+// Computes items `begin` to `begin` + kRowsAtOnce * kStride of `count` rows of heads: where(i, row, head) gives row and
+// head of item i, and one lane calls store(i, sum).
 template <typename Where, typename Store>
 DEVICE void dot_rows(const RowPairs& p, u32 begin, u32 count, Where where, Store store) {
   const int lane = threadIdx.x % kLanes;
@@ -40,7 +42,7 @@ DEVICE void dot_rows(const RowPairs& p, u32 begin, u32 count, Where where, Store
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float low = DTYPE::low(b[j]), high = DTYPE::high(b[j]);
-      // An output of 0 counts as 0 whatever its gradient is.
+      // An output of 0 contributes 0 even if its gradient is NaN or inf.
       sum += (low == 0.f ? 0.f : low * DTYPE::low(a[j])) + (high == 0.f ? 0.f : high * DTYPE::high(a[j]));
     }
 #pragma unroll

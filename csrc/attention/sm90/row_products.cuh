@@ -1,11 +1,11 @@
-// Products of 64 rows, a warpgroup's, and what is made of their logits. Operands lie in swizzled panels of 64 columns.
+// wgmmas of 64 rows, those of a warpgroup. Operands in shared memory are in swizzled panels of 64 columns.
 //
-// Before it: T, the element type.
+// Define before including: T, the element type.
 #pragma once
 
 #include "../../common/wgmma.cuh"
 
-// acc[64, kWidth] = a[64, kDepth] * b[kWidth, kDepth]^T; kRowsOfA: rows of the panels that a is of.
+// acc[64, kWidth] = a[64, kDepth] * b[kWidth, kDepth]^T; kRowsOfA: rows of the panels that contain a.
 template <int kDepth, int kWidth, int kRowsOfA = 64>
 DEVICE void issue_logits(float (&acc)[kWidth / 2], const Operand& a, const Operand& b) {
   wgmma_fence();
@@ -31,7 +31,7 @@ DEVICE void pack_pairs(u32 (&to)[kPairs], const float (&from)[2 * kPairs]) {
   for (int i = 0; i < kPairs; ++i) to[i] = T::pack(from[2 * i], from[2 * i + 1]);
 }
 
-// The logits of this thread by ordinary arithmetic: slow, for the rare blocks of keys whose exponentials overflow.
+// Recomputes the logits of this thread without tensor cores: slow, for the rare blocks whose exponentials overflow.
 template <int kDepth, int kWidth>
 DEVICE void recompute_logits(float (&s)[kWidth / 2], u32 q, u32 k, int row, int lane) {
 #pragma unroll
@@ -55,5 +55,5 @@ DEVICE void recompute_logits(float (&s)[kWidth / 2], u32 q, u32 k, int row, int 
       }
     }
   }
-  __syncwarp();  // before one thread releases the keys for all
+  __syncwarp();  // all lanes have read before one of them releases the keys
 }

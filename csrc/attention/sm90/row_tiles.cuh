@@ -1,62 +1,65 @@
-// How kernels whose tiles are rows come by these and by their blocks of keys. A prefetch thread takes work items, reads
-// the tables of the plan, a pass ahead of the producer, and loads the rows of an item as soon as there is place for
-// them; the producer loads block after block and announces each beside its keys. So the consumers read no tables.
+// Producers of the kernels whose tiles are query rows (forward, dQ). A prefetch thread takes work items from the
+// persistent scheduler, reads the tables of the plan one pass ahead of the producer, and loads the rows of an item as
+// soon as their buffers are free. The producer thread loads the key blocks and describes each in shared memory next to
+// its keys, so that consumers read no tables.
 //
-// Before it: kGroups, consumer warpgroups of a block, at most three.
+// Define before including: kGroups, the number of consumer warpgroups, at most three.
 #pragma once
 
 #include "tiles.cuh"
 
-// A tile has 64 places for each warpgroup: as many rows of one head, or as many times fewer rows of 2, 4 or 8 heads
-// that share their keys (packed). Place i is of row i / heads and head i % heads, which is how TMA brings a
-// box of rows and heads. Params: log2_packed, of the number of heads.
+// A tile has 64 places (rows of the accumulators) for each warpgroup: 64 rows of one head, or 64 / heads rows of each
+// of 2, 4 or 8 heads that share their keys (packed). Place i is row i / heads of head i % heads, the order in which TMA
+// loads a box of rows and heads. Params: log2_packed, log2 of the number of packed heads.
 constexpr int kTilePlaces = 64 * kGroups;
 template <typename Params>
 DEVICE int tile_rows(const Params& p) {
   return kTilePlaces >> p.log2_packed;
 }
 
-// The two rows of accumulators that a thread has: of one head.
+// The two accumulator rows of a thread, which are of the same head.
 struct PlaceOfThread {
-  int index;      // of the first; the second is 8 on
-  int row, step;  // first row in the tile; from it to the second
-  int head;       // after the first of the tile
+  int index;      // place of the first; the second is index + 8
+  int row, step;  // row in the tile of the first; from it to the second
+  int head;       // relative to the first head of the tile
   template <typename Params>
   DEVICE PlaceOfThread(const Params& p, int warpgroup)
       : index(warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4),
         row(index >> p.log2_packed),
         step(8 >> p.log2_packed),
         head(index & ((1 << p.log2_packed) - 1)) {}
-  // Whether all 16 places of this thread's warp are among the first so many rows of the tile.
+  // Whether all 16 places of this thread's warp are in the first `rows` rows of the tile.
   template <typename Params>
   DEVICE bool warp_within(const Params& p, int rows) const {
     return (index | 15) >> p.log2_packed < rows;
   }
 };
 
-// What a block is, beside the warpgroups that apply the mask to it (bits 0 to 2).
+// Flags of a block. Bits 0 to 2: the warpgroup applies the mask.
 enum : int {
-  kMasked = 7,    // all
-  kLast = 8,      // the last of its item
-  kEnd = 16,      // no item follows; nothing is loaded
-  kNothing = 32,  // its item has no blocks; nothing is loaded
+  kMasked = 7,    // any warpgroup applies the mask
+  kLast = 8,      // last block of its item
+  kEnd = 16,      // no more items; no keys are loaded
+  kNothing = 32,  // its item has no blocks; no keys are loaded
 };
 
-// A block as the producer announces it.
+// Description of a block, from the producer to the consumers.
 struct BlockInfo {
-  int column, flags;  // first key
+  int column, flags;  // first key; flags as above
   int first_row;      // of the tile
-  int head_rows;      // see item_head() and item_rows()
+  int head_rows;      // head | number of rows << 16
 };
 
 template <int kStages>
 struct BlockBoard {
-  u64 full[kStages], empty[kStages];  // keys are there, with what is below; are free
+  u64 full[kStages], empty[kStages];  // of the key buffers, and of the entries below
   int4 info[kStages];                 // BlockInfo
-  int2 bounds[kStages][kTilePlaces];  // of a masked block: first and past-the-last key that a row sees
+  int2 bounds[kStages][kTilePlaces];  // of a masked block: first and past-the-last visible key of each row
 };
 
-// Passes as the prefetch thread describes them.
+// Descriptions of passes, from the prefetch thread to the producer: two entries of `passes` of the plan; first row,
+// first head | rows << 16, index of the item (-1: not its first pass), whether it is the item's last pass; pass, key
+// head.
 struct PassBoard {
   u64 full[2], empty[2];
   int4 pass[2][4];
@@ -176,7 +179,8 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
 #endif
 }
 
-// Waits for the place of the next keys and describes their block. The barrier it returns has yet to be told of bytes.
+// Waits until the next key buffer is free and describes its block. Returns the buffer's full barrier, on which the
+// caller has yet to arrive, with or without transaction bytes.
 template <int N>
 DEVICE u32 announce(BlockBoard<N>& board, const Ring<N>& ring, int column, int flags, const int4& item) {
   barrier_wait(smem_address(&board.empty[ring.index]), ring.parity ^ 1);
@@ -184,8 +188,8 @@ DEVICE u32 announce(BlockBoard<N>& board, const Ring<N>& ring, int column, int f
   return smem_address(&board.full[ring.index]);
 }
 
-// The same, and loads the bounds of the block's rows where they are needed; its keys are `bytes` more. Params: plan,
-// log2_packed.
+// The same, and arrives with the transaction bytes of the keys, `bytes`, and of the rows' bounds, which are loaded if
+// the block is masked. Params: plan, log2_packed.
 template <int N, typename Params>
 DEVICE u32 announce_keys(BlockBoard<N>& board, const Ring<N>& ring, const Params& p, int column, int flags, int pass,
                          const int4& item, u32 bytes) {

@@ -1,7 +1,7 @@
-// Online softmax and masks on the accumulators of a warpgroup product.
+// Online softmax and masks on the accumulators of a wgmma.
 //
-// Of a 64 x N accumulator, a thread holds rows `lane / 4` and `lane / 4 + 8` of its warp's 16 rows, and of each
-// 8 columns two: element i is row (i >> 1) & 1, column 8 * (i / 4) + 2 * (lane % 4) + (i & 1).
+// Layout: of a 64 x N accumulator, a thread holds two columns of every 8 in rows `lane / 4` and `lane / 4 + 8` of its
+// warp's 16 rows: element i is in its row (i >> 1) & 1, column 8 * (i / 4) + 2 * (lane % 4) + (i & 1).
 #pragma once
 
 #include "../../common/ptx.cuh"
@@ -10,7 +10,7 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 #define kInfinity __int_as_float(0x7f800000)
 
-// One bit for each element of a row that lies at this column or behind it, of `columns` at most.
+// A mask with a bit set for each element of a row that is at column `column` or later, of `columns` columns.
 DEVICE u32 bits_from(int column, int columns) {
   const int c = min(max(column, 0), columns);
   u32 bits;
@@ -18,8 +18,8 @@ DEVICE u32 bits_from(int column, int columns) {
   return bits;
 }
 
-// Hides what is outside [lo, hi) of each row. `base`: column of the first element of this thread. The assembler moves
-// seven bits at a time to predicates: half the instructions of comparing columns.
+// Sets logits outside the bounds [lo, hi) of each row to -inf. `base`: column of the first element of this thread. With
+// bit masks ptxas moves seven bits at a time to predicates: half the instructions of comparing columns.
 template <int N>
 DEVICE void apply_mask(float (&s)[N], int base, const int2 (&bounds)[2]) {
   static_assert(N <= 64);  // elements of two rows
@@ -34,7 +34,7 @@ DEVICE void apply_mask(float (&s)[N], int base, const int2 (&bounds)[2]) {
   }
 }
 
-// tanh without the error of tanh.approx: it must hold at fp16 precision.
+// tanh accurate to fp16 precision, which tanh.approx is not.
 DEVICE float tanh_exact(float x) { return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.f * kLog2e * x)); }
 
 template <int N>
@@ -43,16 +43,17 @@ DEVICE void apply_softcap(float (&s)[N], float factor) {
   for (int i = 0; i < N; ++i) s[i] = tanh_exact(s[i] * factor);
 }
 
-// log(exp(a) + exp(b)): -inf where both are, inf where one is, as an infinite sink makes it.
+// log(exp(a) + exp(b)): -inf if both are -inf; inf if either is, as with an infinite sink.
 DEVICE float log_add(float a, float b) {
   const float top = fmaxf(a, b);
   if (top == -kInfinity || top == kInfinity) return top;
   return top + kLn2 * log2_fast(exp2_fast((a - top) * kLog2e) + exp2_fast((b - top) * kLog2e));
 }
 
+// exp(part - total): what a partial result with this lse contributes to the total.
 DEVICE float weight(float part, float total) {
   if (part == -kInfinity) return 0.f;
-  return part == total ? 1.f : exp2_fast((part - total) * kLog2e);  // inf - inf is none
+  return part == total ? 1.f : exp2_fast((part - total) * kLog2e);  // avoids inf - inf
 }
 
 DEVICE void atomic_max_logit(float* address, float value) {
@@ -63,22 +64,22 @@ DEVICE void atomic_max_logit(float* address, float value) {
     atomicMin(reinterpret_cast<u32*>(address), __float_as_uint(value));
 }
 
-// Of the 4 threads that share a row.
+// Maximum over the 4 threads that share a row.
 DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// Online softmax with a lazy reference: exponentials are taken relative to some earlier maximum of the row, and the
-// reference is raised only when they become large. So most blocks need no maximum, and the output is rarely rescaled;
-// floating point keeps the precision, and sums stay far from overflow (2^13 also fits fp16).
+// Online softmax with lazy rescaling: exponentials are relative to a reference, an earlier maximum of the row, which is
+// raised only when they become large. So most blocks need no maximum and the output is rarely rescaled. Relative
+// precision does not depend on the reference, and sums stay far from overflow (2^13 also fits fp16).
 constexpr float kLarge = 8192.f, kTooLarge = 1e36f;
-constexpr float kGrowth = 8.f;  // in powers of two, where the maximum is known
+constexpr float kGrowth = 8.f;  // the same limit where the maximum is computed, as an exponent of 2
 
 struct Softmax {
-  float max[2];        // largest raw logit of this thread's columns, of the blocks that looked for it
-  float reference[2];  // in powers of two: exponentials are of logit * scale - reference; -inf: none yet
-  float sum[2];        // of this thread's columns
+  float max[2];        // largest raw logit in this thread's columns, of the blocks whose maximum was computed
+  float reference[2];  // exponentials are exp2(logit * scale_log2 - reference); -inf: not set yet
+  float sum[2];        // of the exponentials in this thread's columns
   bool ready;          // all rows of the warp have a reference
 
   DEVICE void reset() {
@@ -91,8 +92,8 @@ struct Softmax {
     ready = false;
   }
 
-  // Turns logits into exponentials. `look`: keep `max`. `again` restores the logits, for the rare case that one of them
-  // is about 2^120 above the reference. Returns whether the output must be rescaled by `rescale`; uniform in a warp.
+  // Replaces logits by exponentials. `look`: always update `max`. `again` recomputes the logits, for the rare case that
+  // an exponential exceeds kTooLarge. Returns whether the output must be multiplied by `rescale`; uniform in a warp.
   template <int N, typename Again>
   DEVICE bool update(float (&s)[N], float scale_log2, float (&rescale)[2], bool look, Again again) {
     float part[2];
@@ -136,7 +137,7 @@ struct Softmax {
     for (int i = 0; i < N; ++i) top[(i >> 1) & 1] = fmaxf(top[(i >> 1) & 1], s[i]);
   }
 
-  // Raises the reference to the maximum of the logits where that is more than kGrowth above it.
+  // Raises the references of all rows to their maxima if any is exceeded by more than kGrowth.
   template <int N>
   DEVICE bool raise(const float (&s)[N], float scale_log2, float (&rescale)[2]) {
     find_max(s, max);
@@ -158,7 +159,7 @@ struct Softmax {
     return true;
   }
 
-  // Raises the reference of rows with large exponentials, and scales these down.
+  // Raises the reference of rows with large exponentials, by a power of two, and scales these down, exactly.
   template <int N>
   DEVICE void lower(float (&s)[N], const float (&part)[2], float (&rescale)[2]) {
     float top[2] = {1.f, 1.f};

@@ -1,12 +1,13 @@
-// Sparse attention backward for sm_90a, lists of single keys: one work item is a tile of 128 places (sparse_tiles.cuh),
-// which goes over the keys of its list in steps of 64. dQ of the tile stays in registers; what the tile adds to dK and
-// dV of a step is computed at once, and added to fp32 sums in device memory.
+// Sparse attention backward for sm_90a, for lists of single keys. A work item is a tile of 128 places
+// (sparse_tiles.cuh), which iterates over the keys of its list in steps of 64. dQ of the tile is accumulated in
+// registers; its contributions to dK and dV of a step are computed at once and added to sums in device memory.
 //
 // A consumer warpgroup owns 64 places: S, dP, and dQ += dS K with dS from registers. P and dS of all 128 places also go
-// through shared memory, for dV = P^T dO, which the first warpgroup computes, and dK = dS^T Q, which the second does.
-// These and dQ of a step run with S of the next, under which the sums are added. dP comes after, in their registers.
+// through shared memory, for dV = P^T dO, which the first warpgroup computes, and dK = dS^T Q, computed by the second.
+// These and dQ of a step are issued with S of the next, which overlaps with adding to the sums; dP then reuses their
+// registers.
 //
-// With FIXED the sums are integers of 64 bits, of numbers times a scale: they do not depend on the order of additions.
+// The sums are fp32, or with FIXED fixed-point numbers of 64 bits, whose sum does not depend on the order of additions.
 //
 // Compile-time: HEAD_DIM, FIXED (0 or 1), DTYPE (Bf16 or Fp16).
 
@@ -23,7 +24,7 @@ using T = DTYPE;
 struct Shared : TileBuffers {
   alignas(1024) u16 probs[2][kGroups][kPlaces][kStep];
   u16 ds[2][kGroups][kPlaces][kStep];
-  alignas(16) int index[kStages][kStep];  // numbers of keys in the order of the list, -1 for none
+  alignas(16) int index[kStages][kStep];  // indices of keys in the order of the list, -1 for none
 };
 
 constexpr u32 kBytesRows = sizeof(Shared::q) / kGroups;
@@ -98,7 +99,7 @@ DEVICE void issue_key_gradient(float (&acc)[kHeadDim / 2], const Operand& a, con
 struct Consumer {
   const SparseBackwardParams& p;
   Shared& s;
-  const int warpgroup, lane, row_of_warpgroup;  // row: the first that this thread has of 64
+  const int warpgroup, lane, row_of_warpgroup;  // row_of_warpgroup: first of this thread's two rows, of 64
   Places places;
   Ring<kStages> ring;
   Ring<2> buffer;  // of P and dS
@@ -132,7 +133,7 @@ struct Consumer {
       store_matrices_x4(smem + (store_at ^ (i << 5)), x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
   }
 
-  // P and dS of the step whose S is the last product under way; both are there for all after a barrier.
+  // Waits for S, the last wgmma in flight, and computes P and dS; both warpgroups may read them after a barrier.
   DEVICE void form_ds(float (&x)[kStep / 2], u32 (&ds)[kStep / 4]) {
     float y[kStep / 2];
     issue_logits<kHeadDim, kStep>(y, Operand(smem_address(s.dout[warpgroup])), Operand(smem_address(s.v[ring.index])));
@@ -163,7 +164,7 @@ struct Consumer {
     issue_key_gradient(part, Operand(left), Operand(right, kPlaces * 128));
   }
 
-  // Keys of the two rows that this thread has of a part; negative for none.
+  // Keys of this thread's two rows of a contribution to dK or dV; negative for none.
   DEVICE int2 keys_of(int stage) const {
     return make_int2(s.index[stage][entry_of_row(row_of_warpgroup)],
                      s.index[stage][entry_of_row(row_of_warpgroup + 8)]);
@@ -207,10 +208,10 @@ struct Consumer {
       for (int i = 0; i < kHeadDim / 2; ++i) dq[i] = 0.f;
       issue_s(x);
       form_ds(x, ds);
-      // The loop opens with dS of its step in registers and no product under way: the assembler would serialise all
-      // products if one crossed the place where the loop closes.
+      // At the start of each iteration dS of the step is in registers and no wgmma is in flight: ptxas serializes all
+      // wgmmas if one is in flight across the back edge of the loop.
       while (true) {
-        // This always ends the loop; see sparse_forward.cu.
+        // kLastStep always ends the loop; see sparse_forward.cu.
         if (flags & kLastStep) {
           if (p.tiles.num_items >= 0) break;
           flags = uniform(flags + 1);
@@ -228,7 +229,7 @@ struct Consumer {
         pin(part);
         release(s.empty[now], lane);
         add_part(part, keys, head_kv);
-        form_ds(x, ds);  // registers are scarce: dP takes those of the part
+        form_ds(x, ds);  // dP reuses the registers of the part
       }
       const int2 keys = keys_of(ring.index);
       issue_gradients(dq, part, ds, ring.index);
@@ -253,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<56>();  // together all that the block was launched with
+    registers_shrink<56>();  // together with registers_grow: all registers of the block
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     Loader loader{p, s, warp, lane};
     walk_indices(p.tiles, loader, warp, lane);

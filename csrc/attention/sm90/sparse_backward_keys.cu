@@ -1,16 +1,16 @@
-// Sparse attention backward for sm_90a, dK and dV by lists of the blocks of queries that see a block of keys: one work
-// item is such a block of keys of one key head, and a part of its list where lists are cut, by ranges of queries. SMs
-// go over the first parts of all lists, then over the second, so that they read the same queries at about the same
-// time; sums wait in device memory for the next part of their list. Of a short list neighbouring parts are one.
+// Sparse attention backward for sm_90a, dK and dV, by lists of the blocks of queries that see a block of keys. A work
+// item is such a block of keys of one key head, with its list or a part of it: long lists are cut by ranges of queries.
+// SMs process the first parts of all lists, then the second ones, so that they read the same queries at about the same
+// time (L2 cache); partial sums wait in device memory for the next part. Adjacent parts of a short list are merged.
 //
 // K and V of the item stay in shared memory, dK and dV in registers. A step is 64 places (sparse_tiles.cuh) of a listed
-// block of queries, on transposed logits as in backward.cu. A consumer warpgroup owns 64 keys. Of blocks of 128 keys
-// two of them share an item and take every step. Of blocks of 64 keys each has items, buffers and a producer of its
-// own, so that one computes while the other begins or ends an item.
+// block of queries, with transposed logits as in backward.cu. A consumer warpgroup owns 64 keys. For blocks of 128 keys
+// two warpgroups share an item and process every step. For blocks of 64 keys each has its own items, buffers and
+// producer, so that one computes while the other is in the prologue or epilogue of an item.
 //
-// With ADD_DQ dQ comes along as in backward.cu: dS goes through shared memory, each warpgroup computes half the columns
-// of dQ of the step before, and a warp adds them to fp32 sums in device memory. Without, nothing is added there, so
-// results repeat bit by bit.
+// With ADD_DQ also dQ, as in backward.cu: dS goes through shared memory, each warpgroup computes half the columns of dQ
+// of the previous step, and a warp adds them to fp32 sums in device memory. Without ADD_DQ the kernel is deterministic:
+// parts of a list are added in order.
 //
 // Compile-time: HEAD_DIM, K_BLOCK (64 or 128), ADD_DQ (0 or 1, of 128 keys), DTYPE (Bf16 or Fp16).
 
@@ -20,21 +20,21 @@
 
 #define INDEXED 0
 constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = 64;
-constexpr int kTileKeys = K_BLOCK, kMembers = kTileKeys / kStep;  // warpgroups that share items: a team
+constexpr int kTileKeys = K_BLOCK, kMembers = kTileKeys / kStep;  // a team: the warpgroups that share items
 constexpr int kTeams = kGroups / kMembers;
-// Buffers of a team. dO is done with before Q is.
+// Buffers of a team. Those of dO are released earlier than those of Q.
 constexpr int kQStages = ADD_DQ || kTeams > 1 ? 3 : 4, kDoutStages = kTeams > 1 ? 2 : kQStages;
 constexpr int kHalf = kHeadDim / 2;
-constexpr u32 kPieceFloats = kHalf * 16;  // sums of 16 places and half the columns, as a warp's accumulators lie
+constexpr u32 kPieceFloats = kHalf * 16;  // a piece: 16 places, half the columns, in accumulator layout
 static_assert(kTeams == 1 || !ADD_DQ);
 using T = DTYPE;
 
-// What is said at the end of an item, beside kLastStep: that parts before it left sums, that it has no entries.
+// Flags at the end of an item, with kLastStep: earlier parts left sums; the item has no entries.
 enum : int { kSumsThere = 8, kAddsNothing = 16 };
-constexpr int kHeadShift = 5;  // where the key head is said
+constexpr int kHeadShift = 5;  // bit position of the key head in these flags
 
-// Named barriers: the place where a warpgroup puts what is to be added is free, is full; and dS of each warpgroup is
-// there, two that alternate.
+// Named barriers, one for each warpgroup: its hand-over buffer is free, is full; its dS is written, one for each of two
+// buffers of dS.
 constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5;
 
 #include "row_products.cuh"
@@ -52,14 +52,14 @@ struct SparseKeysParams {
   i64 stats_rows;
   float4* part_sums;  // [sum_heads, pieces of keys, kMembers, dK and dV, head_dim / 8, 128 threads]
   u32* parts_done;    // [as many, pieces of keys, kMembers, 4 warps] of zeros; neither is read of one part
-  // Without ADD_DQ: parts of a long list, each of so many blocks of queries, or of more, and of so many steps or more
-  // on average; key heads whose sums of parts have places of their own.
+  // Without ADD_DQ: most parts of a list; blocks of queries (`window`) and average steps of a part, at least; key heads
+  // that have their own memory for partial sums.
   int parts, window, least_steps, sum_heads;
   int stats_block, units, block_units;
   float scale, scale_log2;
 };
 
-// Of a team.
+// Buffers of a team.
 struct Buffers {
   alignas(1024) u16 k[kHeadDim / kPanel][kTileKeys][kPanel];
   u16 v[kHeadDim / kPanel][kTileKeys][kPanel];
@@ -67,7 +67,7 @@ struct Buffers {
   u16 dout[kDoutStages][kHeadDim / kPanel][kPlaces][kPanel];
 };
 
-// What goes with them.
+// Barriers and step descriptions of a team.
 struct alignas(16) State {
   float lse[kQStages][kPlaces], delta[kDoutStages][kPlaces];
   int4 info[kQStages];  // flags, first query, past-the-last query of the block, number of the keys;
@@ -75,7 +75,7 @@ struct alignas(16) State {
   u64 kv_full, kv_empty;
   u64 q_full[kQStages], q_empty[kQStages], dout_full[kDoutStages], dout_empty[kDoutStages];
   int sums[kQStages];  // piece of dq_sums, the first half
-  int4 item;           // what is said at the end of the item that is being loaded
+  int4 item;           // description passed at the end of the item that is being loaded
 };
 
 struct Shared {
@@ -83,7 +83,7 @@ struct Shared {
   float handed[kGroups][ADD_DQ ? 4 * kPieceFloats : 1];
   u16 ds[2][ADD_DQ ? kGroups : 1][ADD_DQ ? kPlaces : 1][ADD_DQ ? kStep : 1];
   State states[kTeams];
-  int handed_piece[kGroups];  // -1: no more
+  int handed_piece[kGroups];  // of the hand-over buffer; -1: the end
 };
 
 constexpr u32 kBytesK = sizeof(Buffers::k);
@@ -119,7 +119,7 @@ struct Loader {
     return smem_address(&s.q_full[at_q.index]);
   }
 
-  // 64 places of a block of queries, from this on.
+  // Loads 64 places of a block of queries, from `place` on.
   DEVICE void step(const SparseTiles& t, int block, int pack, int place) {
     const int piece = s.item.w;
     pack += (s.item.x >> kHeadShift) * t.packs;
@@ -149,14 +149,14 @@ struct Loader {
   }
 };
 
-// Computed anew at each use: a producer has few registers, and would keep it.
+// volatile, so that it is recomputed at each use and occupies no register of the producer.
 DEVICE int own_lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
 
-// How many entries of a list in rising order are below a number. By a warp.
+// Number of entries of an ascending list that are below `number`. Called by a whole warp.
 DEVICE int entries_below(const int* list, int count, int number) {
   int first = 0, past = count;
   while (first < past) {
@@ -169,12 +169,12 @@ DEVICE int entries_below(const int* list, int count, int number) {
   return first;
 }
 
-// Items of a team come from one counter, each after the list of the one before it has been loaded. So no item waits for
-// ever for sums of another, which is one of a lower number: of all items that have been taken and are not done, the
-// lowest waits for nobody, as all lower ones are done; and the team that took it is on an SM, where it has nothing to
-// do before, as it takes its items in rising order. A part without entries waits and tells the next all the same, so
-// that it does not matter what a list contains. Were the first items dealt out by block number, some could wait for
-// that of a block which gets no SM while other kernels stay on theirs. A second team lets others be first for 10 us.
+// Teams take items from one atomic counter, each after the list of its previous item has been loaded. No deadlock: an
+// item waits only for sums of items with lower indices. Of all items that have been taken and are not finished, the one
+// with the lowest index waits for nothing, as all lower ones are finished; its team is resident on an SM and works on
+// this item first, as it takes items in ascending order. A part without entries also waits and signals the next, so
+// this holds for any list. If first items were assigned by block index instead, an item could wait for a block that
+// gets no SM while other kernels occupy it. A second team waits up to 10 us until every SM has taken an item.
 DEVICE void produce(const SparseKeysParams& p, Buffers& b, State& s, int team) {
   const SparseTiles& t = p.tiles;
   for (int i = 0; team > 0 && i < 100 && load_relaxed(t.counter) < gridDim.x; ++i) sleep_ns(100);
@@ -204,13 +204,13 @@ DEVICE void produce(const SparseKeysParams& p, Buffers& b, State& s, int team) {
     }
     if (own_lane() == 0) {
       const int flags = (before ? kSumsThere : 0) | (left ? 0 : kAddsNothing);
-      s.item = make_int4(kLastStep | flags | head_kv << kHeadShift, part, next, piece);  // registers are scarce
+      s.item = make_int4(kLastStep | flags | head_kv << kHeadShift, part, next, piece);  // saves registers
       at += before;
       bool loaded = false;
       for (; left > 0; --left) {
         const int block = __ldg(at++);
         const int rows = min(t.num_rows - block * t.query_block, t.query_block);
-        if (static_cast<u32>(block) >= t.query_blocks) continue;  // of offsets that are none
+        if (static_cast<u32>(block) >= t.query_blocks) continue;  // an invalid entry
         if (block * t.query_block + rows - 1 + t.reach <= s.item.w * kTileKeys) continue;
         if (!loaded) loader.keys(s.item.w, s.item.x >> kHeadShift);
         loaded = true;
@@ -223,12 +223,12 @@ DEVICE void produce(const SparseKeysParams& p, Buffers& b, State& s, int team) {
   }
   if (own_lane() == 0) {
     loader.say(make_int4(kNoMoreSteps, 0, 0, 0));
-    // As leave() does, but of teams.
+    // Like leave(), but counts teams.
     if (atomicAdd(t.counter + 1, 1) == kTeams * static_cast<int>(gridDim.x) - 1) t.counter[0] = t.counter[1] = 0;
   }
 }
 
-// ---- two warps, one for each warpgroup of consumers: they add to the sums in device memory ----
+// ---- two warps, one for each consumer warpgroup, that add hand-over buffers to the sums in device memory ----
 
 DEVICE void add_handed(const SparseKeysParams& p, Shared& s, int warpgroup) {
   while (true) {
@@ -267,7 +267,7 @@ struct Consumer {
   Ring<kDoutStages> at_dout;
   u32 kv_parity = 0;
   Ring<2> buffer;     // of dS
-  int previous = -1;  // piece of the step before, whose dQ is not added yet
+  int previous = -1;  // piece of dQ of the previous step, not added yet; -1: none
   u32 ds_store = 0;
 
   DEVICE Consumer(const SparseKeysParams& p, Shared& s, int warpgroup)
@@ -278,21 +278,21 @@ struct Consumer {
         warpgroup(warpgroup),
         lane(threadIdx.x % 32),
         key(warpgroup % kMembers * kStep + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {
-    // stmatrix: lane L gives the address of row L % 8 of matrix L / 8. Matrices 1 and 3 are 8 keys on, 2 and 3 are 8
-    // places on.
+    // stmatrix: lane L gives the address of row L % 8 of matrix L / 8. Matrices 1 and 3 are 8 keys further, 2 and 3 are
+    // 8 places further.
     const int chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
     if (ADD_DQ)
       ds_store = smem_address(s.ds[0][warpgroup]) + (lane / 16 * 8 + lane % 8) * 128 + ((chunk ^ lane % 8) << 4);
     keep(ds_store);
   }
 
-  // Its half of the columns.
+  // This warpgroup's half of the columns of the keys, for dQ.
   DEVICE Operand keys_half() const {
     return Operand(smem_address(b.k) + warpgroup * kHalf / kPanel * kTileKeys * 128 + warpgroup * kHalf % kPanel * 2,
                    kTileKeys * 128);
   }
 
-  // Until the other warpgroup's dS of the step before is there; then it has also read dS of the step before that.
+  // Waits for the other warpgroup's dS of the previous step; it has then also finished reading dS of the one before.
   DEVICE void wait_ds() const { named_sync(kDsThere + 2 * buffer.index + 1 - warpgroup, 128 * kGroups); }
 
   DEVICE void add_dq(const float (&dq)[kHalf / 2]) const {
@@ -358,7 +358,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kPlaces / 4; ++i)
       ds[i] = T::pack(x[2 * i] * (y[2 * i] - two[i / 2].x), x[2 * i + 1] * (y[2 * i + 1] - two[i / 2].y));
-    auto& dq = choose < kHalf / 2 == kPlaces / 2 > (y, own);  // registers are scarce
+    auto& dq = choose < kHalf / 2 == kPlaces / 2 > (y, own);  // to save registers
     if constexpr (ADD_DQ) {
       if (previous >= 0) wait_ds();
       const Operand before(smem_address(s.ds[buffer.index]));
@@ -367,8 +367,8 @@ struct Consumer {
       for (int i = 0; i < 4; ++i)
         store_transposed_x4(ds_store + buffer.index * (sizeof(Shared::ds) / 2) + i * 16 * 128, ds[4 * i], ds[4 * i + 1],
                             ds[4 * i + 2], ds[4 * i + 3]);
-      // Of an item's first step this is computed of whatever lies there, and not used: a product on one side of a
-      // branch would serialise all of them.
+      // In an item's first step the operand is stale and the result is not used: ptxas serializes all wgmmas if one is
+      // on one side of a branch.
       issue_dq(dq, before, keys_half());
     }
     issue_weighted<kHeadDim, kPlaces>(dk, ds, Operand(smem_address(b.q[at_q.index]), kPlaces * 128));
@@ -389,7 +389,7 @@ struct Consumer {
     pin(dk);
   }
 
-  // Sums of parts, of one accumulator.
+  // Adds the partial sums of one accumulator.
   DEVICE static void add_sums(float (&acc)[kHeadDim / 2], const float4* sums) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 8; ++i) {
@@ -404,9 +404,9 @@ struct Consumer {
       __stcg(sums + 128 * i, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
   }
 
-  // Adds what the parts before have summed up; of the last part the sums are whole, else they are left for the next. A
-  // place of sums is that of the same list of every sum_heads-th key head, one after another: what is `done` there
-  // grows by p.parts with each.
+  // Adds the partial sums of earlier parts. Returns whether this was the last part; if not, the sums are left for the
+  // next part. Key heads whose indices differ by a multiple of sum_heads share the memory of sums, one after another:
+  // the counter in `parts_done` grows by p.parts with each.
   DEVICE bool whole(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2], int head_kv, const int4& item) {
     if (ADD_DQ || p.parts == 1) return true;
     constexpr int kSize = kHeadDim / 8 * 128;
@@ -487,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<24>();  // together all that the block was launched with
+    registers_shrink<24>();  // together with registers_grow: all registers of the block
     const int warp = uniform(threadIdx.x / 32);
     if (warp < kTeams) {
       produce(p, s.buffers[warp], s.states[warp], warp);

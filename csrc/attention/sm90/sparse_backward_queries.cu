@@ -1,8 +1,8 @@
-// Sparse attention backward for sm_90a, dQ of blocks of keys: one work item is a tile of 128 places (sparse_tiles.cuh),
-// which goes over the blocks of its list in steps of 64 keys.
+// Sparse attention backward for sm_90a, dQ for lists of blocks of keys; sparse_backward_keys.cu computes dK and dV. A
+// work item is a tile of 128 places (sparse_tiles.cuh), which iterates over the blocks of its list in steps of 64 keys.
 //
-// A consumer warpgroup owns 64 places: it keeps their queries and dO in registers, and dQ. dQ of a step is under way
-// while P and dS of the next are formed. sparse_backward_keys.cu computes dK and dV. Results repeat bit by bit.
+// A consumer warpgroup owns 64 places and keeps their queries, dO and dQ in registers. dQ of a step overlaps with
+// computing P and dS of the next. Deterministic.
 //
 // Compile-time: HEAD_DIM, DTYPE (Bf16 or Fp16).
 
@@ -128,10 +128,10 @@ struct Consumer {
       pin(y);
       form_ds(y, x);
       pack_pairs(ds, y);
-      // The loop opens with dS of its step in registers and no product under way: the assembler would serialise all
-      // products if one crossed the place where the loop closes.
+      // At the start of each iteration dS of the step is in registers and no wgmma is in flight: ptxas serializes all
+      // wgmmas if one is in flight across the back edge of the loop.
       while (true) {
-        // This always ends the loop; see sparse_forward.cu.
+        // kLastStep always ends the loop; see sparse_forward.cu.
         if (flags & kLastStep) {
           if (p.tiles.num_items >= 0) break;
           flags = uniform(flags + 1);
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<24>();  // together all that the block was launched with
+    registers_shrink<24>();  // together with registers_grow: all registers of the block
     if (threadIdx.x < 32) {
       Loader loader{p, s, static_cast<int>(threadIdx.x)};
       walk_blocks(p.tiles, loader, threadIdx.x);

@@ -1,7 +1,7 @@
-// What the kernels of the sparse backward share that compute dQ, a tile of 128 places (sparse_tiles.cuh) after the
-// other.
+// Shared by the kernels of the sparse backward whose work item is a tile of 128 places (sparse_tiles.cuh) and that
+// accumulate its dQ.
 //
-// Before it: what sparse_tiles.cuh needs; kStages, buffers of keys and values; and T, the element type.
+// Define before including: what sparse_tiles.cuh needs; kStages, buffers of keys and of values; T, the element type.
 #pragma once
 
 #include "sparse_tiles.cuh"
@@ -9,11 +9,11 @@
 struct SparseBackwardParams {
   TensorMap q, k, v, dout;
   SparseTiles tiles;
-  const u16 *keys, *values;  // where they are gathered
+  const u16 *keys, *values;  // from which single keys are gathered
   const float *lse, *delta;  // [rows, heads]
   u16* dq;
-  // [key heads, sum_rows, columns]: sums without the softmax scale. Of every 16 columns, thread t of a row has 2t, 2t +
-  // 1, 2t + 8 and 2t + 9 together.
+  // [key heads, sum_rows, columns]: sums without the softmax scale. Columns are permuted: in every 16, those of thread
+  // t of a row (2t, 2t + 1, 2t + 8, 2t + 9) are adjacent.
   void *dk_sums, *dv_sums;                                                        // float, or with FIXED i64
   const float* fixed_scales;                                                      // FIXED: of dk_sums and dv_sums
   int k_row, v_row;                                                               // strides, elements
@@ -22,7 +22,7 @@ struct SparseBackwardParams {
   float scale, scale_log2;
 };
 
-// Shared memory of both: a tile, and the keys of its list as they come.
+// Shared memory of both kernels: the tile, and the ring of keys and values.
 struct TileBuffers {
   alignas(1024) u16 q[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
   u16 dout[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
@@ -32,7 +32,7 @@ struct TileBuffers {
   u64 full[kStages], empty[kStages];
   StepInfo info[kStages];
 
-  // Of the barriers, by one thread; `arrivals` fill a buffer of keys.
+  // Initializes the mbarriers, by one thread; `arrivals`: of the full barriers of keys and values.
   DEVICE void init(u32 arrivals) {
     init_buffer(rows_full, rows_empty, 4 * kGroups);
     for (int i = 0; i < kStages; ++i) {
@@ -43,7 +43,7 @@ struct TileBuffers {
   }
 };
 
-// Queries and dO of a tile, once the tile before is done with its own. By one thread.
+// Loads queries and dO of a tile once those of the previous tile are released. Called by one thread.
 DEVICE void load_queries(const SparseBackwardParams& p, TileBuffers& s, const Tile& tile, u32 parity) {
   const u32 bar = smem_address(&s.rows_full), bytes = sizeof(s.q) + sizeof(s.dout);
   barrier_wait(smem_address(&s.rows_empty), parity);
@@ -55,13 +55,13 @@ DEVICE void load_queries(const SparseBackwardParams& p, TileBuffers& s, const Ti
   }
 }
 
-// The two places that a thread has of a tile.
+// The two places (accumulator rows) of a thread in a tile.
 struct Places : Rows {
   float lse[2], delta[2];
 
   using Rows::Rows;
 
-  // Rows that are none of the tile's weigh nothing, nor do those that see nothing.
+  // lse is inf, so that all probabilities are 0, for rows outside the tile and for rows that see no keys.
   DEVICE void load_stats(const SparseBackwardParams& p, int first_row, int head_rows) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -1,10 +1,11 @@
-// Turns the sums of sparse_backward.cu into the gradients of keys and values: dK times the softmax scale.
+// Converts the sums of sparse_backward.cu into the gradients of keys and values: dK times the softmax scale.
+//
 // Compile-time: HEAD_DIM, FIXED (0 or 1: sums are integers, times a scale), DTYPE (Bf16 or Fp16).
 
 #include "../../common/ptx.cuh"
 
 using T = DTYPE;
-constexpr int kParts = HEAD_DIM / 16;  // of a row, one a thread
+constexpr int kParts = HEAD_DIM / 16;  // of a row, one for each thread
 
 #if FIXED
 using Sums = longlong4;

@@ -1,4 +1,5 @@
-// Turns the sums of dQ of sparse_backward_keys.cu into the gradient of q: times the softmax scale.
+// Converts the fp32 sums of dQ of sparse_backward_keys.cu to the gradient of q: times the softmax scale.
+//
 // Compile-time: HEAD_DIM, DTYPE (Bf16 or Fp16).
 
 #include "gradients.cuh"

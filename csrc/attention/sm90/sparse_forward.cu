@@ -1,11 +1,12 @@
-// Sparse attention forward for sm_90a: one work item is a tile of 64 or 128 places (sparse_tiles.cuh), computed
-// completely.
+// Sparse attention forward for sm_90a. A work item is a tile of 64 or 128 places (sparse_tiles.cuh) over all keys of
+// its list.
 //
 // As in forward.cu, a producer streams keys and values through shared memory and each consumer warpgroup owns 64
-// places. A step has 64 keys a warpgroup: pieces of blocks, which TMA loads, or single keys, which four warps gather.
-// Of tiles of 64 places an SM computes two at a time, in two thread blocks.
+// places. A step has 64 keys for each warpgroup: pieces of blocks, loaded by TMA, or single keys, gathered by four
+// warps (cp.async). With tiles of 64 places two thread blocks share an SM.
 //
-// Compile-time: HEAD_DIM, GROUPS (1 or 2, of consumers), INDEXED (0 or 1), DTYPE (Bf16 or Fp16).
+// Compile-time: HEAD_DIM, GROUPS (1 or 2 consumer warpgroups), INDEXED (0: lists of blocks; 1: of single keys), DTYPE
+// (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
@@ -23,7 +24,7 @@ struct SparseForwardParams {
   const u16 *keys, *values;  // where they are gathered
   u16* out;
   float* lse;
-  float* max_logits;      // of each head as ordered integers, or null
+  float* max_logits;      // [heads], updated by atomic_max_logit; or null
   const float* sink_lse;  // or null
   int k_row, v_row;       // strides, elements
   i64 k_head, v_head, out_row, out_head, lse_row, lse_head, sink_row, sink_head;  // strides, elements
@@ -37,7 +38,7 @@ struct Shared {
   u64 q_full[kStages], q_empty[kStages];
   u64 k_full[kKStages], k_empty[kKStages], v_full[kStages], v_empty[kStages];
   alignas(16) StepInfo info[kKStages];
-  int numbers[INDEXED ? 2 : 1][kStep];  // of the keys of this step and of the one before
+  int numbers[INDEXED ? 2 : 1][kStep];  // indices of the keys of this step and of the previous one
 };
 
 constexpr u32 kBytesQ = sizeof(Shared::q) / (kStages * kGroups);
@@ -51,7 +52,7 @@ struct Loader {
   const int warp, lane;
   Ring<kKStages> rk;
   Ring<kStages> rq, rv;
-  // Values follow the keys of the next step, be it of the next item, for they are used after them.
+  // Values are loaded after the keys of the next step, even of the next item: the consumers need them in this order.
   int4 earlier = make_int4(0, 0, 0, 0);  // blocks: first keys
   int earlier_head = -1, slot = 0;       // slot: of the numbers
 
@@ -92,7 +93,7 @@ struct Loader {
     rv.advance();
   }
 
-  // Single keys. Nobody waits here for what is gathered.
+  // Single keys. The copies are asynchronous; no thread waits for them here.
   DEVICE void step(const Tile& tile, int flags, int index) {
     const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
     const u32 bits = __ballot_sync(0xffffffffu, seen), bar = smem_address(&s.k_full[rk.index]);
@@ -123,7 +124,7 @@ struct Loader {
     copies_arrive(bar);
   }
 
-  // Nobody uses what is computed of the last step.
+  // The consumers compute logits of this step but do not use them.
   DEVICE void end() {
     if (INDEXED)
       gather_values();
@@ -186,14 +187,14 @@ DEVICE void finish(const SparseForwardParams& p, const float (&acc)[kHeadDim / 2
         const float* x = acc + 4 * (4 * g + j) + 2 * r;
         word[j] = T::pack(x[0] * factor, x[1] * factor);
       }
-      transpose_quad(word, lane);  // now each thread stores 16 bytes
+      transpose_quad(word, lane);  // so that each thread stores 16 bytes
       if (valid)
         *reinterpret_cast<uint4*>(out + 32 * g + 8 * (lane % 4)) = make_uint4(word[0], word[1], word[2], word[3]);
     }
   }
 }
 
-// Hides keys of a step that a row does not see.
+// Masks keys of a step that a row does not see.
 DEVICE void hide_keys(float (&x)[kStep / 2], const StepInfo& info, const SparseTiles& p, const Rows& rows, int lane) {
   if (INDEXED) {
     hide_unseen(x, info, lane);
@@ -212,9 +213,9 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
   };
   Ring<kKStages> rk;
   Ring<kStages> rq, rv;
-  // Sums of 32 bits, which stay in uniform registers.
+  // 32-bit address arithmetic, which stays in uniform registers.
   auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
-  int flags;  // of the step whose logits were computed last
+  int flags;  // of the step whose logits were issued last
   float logits[kStep / 2];
   auto wait_rows = [](u32 barrier, u32 parity) {
     barrier_wait(barrier, parity);
@@ -236,7 +237,7 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
   auto values = [&] { return Operand(nth(s.v, kBytesK, rv.index), kStep * 128); };
   auto shape = [&](float (&x)[kStep / 2]) {
     if (INDEXED || flags & kHidesKeys) hide_keys(x, s.info[rk.index], p.tiles, rows, lane);
-    __syncwarp();  // all have read before one thread releases the step
+    __syncwarp();  // all lanes have read before one of them releases the step
   };
   auto again = [&](float (&x)[kStep / 2]) {
     recompute_logits<kHeadDim, kStep>(x, queries(), keys(), threadIdx.x % 128 / 32 * 16 + lane / 4, lane);
@@ -252,7 +253,7 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
   wgmma_wait<0>();
   pin(logits);
   while (!(flags & kNoMoreSteps)) {
-    // The logits of an item's first step are there.
+    // Here the logits of the item's first step are complete.
     const int first_row = s.info[rk.index].first_row, head_rows = s.info[rk.index].head_rows;
     __syncwarp();
     float out[kHeadDim / 2], rescale[2];
@@ -267,8 +268,8 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
     pack_pairs(probs, logits);
     const Operand q(queries());
     while (true) {
-      // This always ends the loop. As its condition it would be moved behind the body, and doubled before it, whereupon
-      // the assembler finds too few registers and serialises the products.
+      // kLastStep always ends the loop. As the loop's condition, the compiler would rotate the loop and duplicate the
+      // test, after which ptxas runs out of registers and serializes the wgmmas.
       if (flags & kLastStep) {
         if (p.tiles.num_items >= 0) break;
         flags = uniform(flags + 1);
@@ -334,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 3 - kGroups)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<INDEXED ? 56 : 40>();  // together all that the block was launched with
+    registers_shrink<INDEXED ? 56 : 40>();  // together with registers_grow: all registers of the block
     produce(p, s, uniform(threadIdx.x / 32), threadIdx.x % 32);
   } else {
     registers_grow<(kGroups == 1 ? 216 : 232) - (INDEXED ? 16 / kGroups : 0)>();

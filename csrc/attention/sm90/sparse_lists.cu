@@ -1,15 +1,15 @@
-// Turns rows of a mask into lists of the columns that are set, in rising order.
+// Converts rows of a mask to lists of the columns that are set, ascending.
 
 #include "../../common/ptx.cuh"
 
 struct SparseListsParams {
   const u8* mask;
-  int *entries, *counts;  // [heads, rows, columns], of each row the first counts[head, row]; [heads, rows]
+  int *entries, *counts;  // [heads, rows, columns], the first counts[head, row] are valid; [heads, rows]
   i64 head_stride, row_stride, column_stride;
   int num_rows, num_columns, num_lists;  // num_lists: heads * rows
 };
 
-// One warp: one row.
+// One warp for each row.
 extern "C" __global__ void __launch_bounds__(256) ffa_sparse_lists(const __grid_constant__ SparseListsParams p) {
   constexpr int kAtOnce = 4;
   await_earlier_kernels();

@@ -3,5 +3,5 @@
 
 #include "../../common/ptx.cuh"
 
-// An offset, cut to the entries: no other value leads out of them.
+// An offset, clamped so that invalid offsets cause no access out of bounds.
 DEVICE int load_offset(const int* at, int num_entries) { return max(0, min(__ldg(at), num_entries)); }

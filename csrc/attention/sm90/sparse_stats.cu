@@ -1,6 +1,5 @@
-// What the kernel for dK and dV needs of each query and head: lse and delta, pack of heads by pack, a query's heads
-// together, each block of queries from a multiple of 16 bytes on. And zeros where dQ will be added, or where parts
-// of lists will be counted.
+// Prepares the kernel for dK and dV: transposes lse and delta to [packs, queries, heads of a pack], with each block of
+// queries at a multiple of 16 bytes, and zeroes the sums of dQ or the counters of parts of lists.
 
 #include "../../common/ptx.cuh"
 
@@ -25,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(256) ffa_sparse_stats(const __grid_
     float lse = 0.f, delta = 0.f;
     if (in_block < p.query_block && row < p.num_rows) {
       lse = p.lse[row * p.lse_row + head * p.lse_head] * 1.4426950408889634f;
-      if (lse == __int_as_float(0xff800000)) lse = -lse;  // a row that sees nothing weighs nothing
+      if (lse == __int_as_float(0xff800000)) lse = -lse;  // all probabilities of a row that sees nothing are 0
       delta = p.delta[row * p.delta_row + head * p.delta_head];
     }
     p.lse_out[i] = lse, p.delta_out[i] = delta;

@@ -1,11 +1,12 @@
-// What the sparse kernels share: tiles of queries with lists of keys, and how a producer brings these keys.
+// Shared by the sparse kernels: tiles of queries with lists of keys, and the producers that load these keys.
 //
-// A tile has 64 places for each consumer warpgroup, of as many query heads of one key head as a power of two divides
-// (packed) and as many queries of one block as then fit: place i is of query i / heads and head i % heads. All its
-// places see one list: of blocks of 64 or 128 keys, or of single keys.
+// A tile has 64 places (accumulator rows) for each consumer warpgroup. They hold `heads` query heads of one key head
+// (packed; the largest power of two that divides their number) for as many queries of one block as fit: place i is
+// query i / heads of head i % heads. All places of a tile share one list, of blocks of 64 or 128 keys, or of single
+// keys.
 //
-// Before it: kGroups, consumer warpgroups; kStep, keys of a step, a multiple of 64; kHeadDim; INDEXED (0 or 1: lists
-// are of single keys).
+// Define before including: kGroups, consumer warpgroups; kStep, keys of a step, a multiple of 64; kHeadDim; INDEXED (0
+// or 1: lists of single keys).
 #pragma once
 
 #include "softmax.cuh"
@@ -13,38 +14,40 @@
 #include "tiles.cuh"
 
 constexpr int kPlaces = 64;  // of a warpgroup
-constexpr int kPiece = 64;   // keys that lie together in a step
+constexpr int kPiece = 64;   // contiguous keys in a step of a list of blocks
 constexpr int kPieces = kStep / kPiece;
-constexpr int kNoKey = 1 << 30;                   // behind all keys: hidden
-constexpr u32 kArrivals = INDEXED ? 128 + 4 : 1;  // that fill a buffer of keys: each lane's copies, and what is said
+constexpr int kNoKey = 1 << 30;  // past all keys, hence masked
+constexpr u32 kArrivals =
+    INDEXED ? 128 + 4
+            : 1;  // arrivals that fill a buffer of keys: of all copying lanes, and of four warps for the description
 
 struct SparseTiles {
-  const int* entries;        // of the lists: numbers of blocks or of keys; what is no such number is passed over
-  const int* offsets;        // [lists of heads, query blocks + 1]: where lists begin; or null:
-  const int* counts;         // [lists of heads, query blocks]: how long lists are; or null: width
-  i64 head_step, list_step;  // without offsets: from a head's lists to the next's; from one list to the next
-  int* counter;              // two words, zero before and after
+  const int* entries;        // of the lists: indices of blocks or of keys; invalid ones are skipped
+  const int* offsets;        // [list heads, query blocks + 1]: starts of the lists; or null, then:
+  const int* counts;         // [list heads, query blocks]: lengths of the lists; or null: all have length `width`
+  i64 head_step, list_step;  // without offsets: strides of entries between heads and between lists
+  int* counter;              // two words; zero between launches, see leave()
   int width;
-  int num_items, query_blocks, block_tiles, packs;  // tiles of a query block, packs of heads of a key head
+  int num_items, query_blocks, block_tiles, packs;  // block_tiles: tiles of a query block; packs: of a key head
   int heads_kv, list_heads;                         // list_heads: 1 or heads_kv
-  int query_block, key_block, key_blocks;           // tokens of a block; how many blocks
+  int query_block, key_block, key_blocks;           // tokens of a query block, of a key block; number of key blocks
   int num_rows, num_keys;
   int reach;        // query i sees keys below i + reach
-  int log2_heads;   // of heads in a tile
-  int long_list;    // keys of a list from which on SMs begin their tiles together
-  int num_entries;  // that offsets may point to
+  int log2_heads;   // log2 of the heads of a tile
+  int long_list;    // keys of a list from which on SMs start their tiles together (keep_together)
+  int num_entries;  // size of `entries`, to which offsets are clamped
 };
 
-// Where a list begins or ends.
+// Start or end of a list.
 DEVICE int offset_at(const SparseTiles& p, int list) { return load_offset(p.offsets + list, p.num_entries); }
 
 struct Tile {
-  int first_row, past_row;  // queries; none where the last block is short
+  int first_row, past_row;  // queries; may be empty in the last block
   int head, head_kv;
   int list_head, query_block;
 };
 
-// The two rows of accumulators that a thread has, in a tile.
+// The two accumulator rows of a thread in a tile.
 struct Rows {
   int row[2], head[2];
   DEVICE Rows(int warpgroup, int log2_heads) {
@@ -65,12 +68,12 @@ DEVICE Tile tile_of(const SparseTiles& p, int item) {
   return {first, past, pack * heads, head_kv, p.list_heads > 1 ? head_kv : 0, block};
 }
 
-// Of a step, beside its keys.
+// Flags of a step.
 enum : int { kLastStep = 1, kNoMoreSteps = 2, kHidesKeys = 4 };
 
 struct alignas(16) StepInfo {
-  int flags, first_row, head_rows, head_kv;  // of the tile: first query, first head and 65536 * queries, key head
-  int keys[4];                               // INDEXED: bits of keys that are seen; else of each piece the first key
+  int flags, first_row, head_rows, head_kv;  // of the tile: first query, first head | queries << 16, key head
+  int keys[4];                               // INDEXED: bits of visible keys; else the first key of each piece
 };
 
 DEVICE void describe(StepInfo& info, const Tile& tile, int flags) {
@@ -78,7 +81,7 @@ DEVICE void describe(StepInfo& info, const Tile& tile, int flags) {
       make_int4(flags, tile.first_row, tile.head | tile.past_row - tile.first_row << 16, tile.head_kv);
 }
 
-// Rows of queries, or of dO, that a warpgroup has of a tile, into swizzled panels.
+// Loads a warpgroup's rows of queries, or of dO, of a tile into swizzled panels.
 DEVICE void load_places(const TensorMap* map, u32 smem, const SparseTiles& p, const Tile& tile, int warpgroup,
                         u32 bar) {
   const int place = warpgroup * kPlaces;
@@ -86,17 +89,17 @@ DEVICE void load_places(const TensorMap* map, u32 smem, const SparseTiles& p, co
                                  tile.head + (place & (1 << p.log2_heads) - 1), bar);
 }
 
-// Single keys: kChunks lanes copy a row, 16 bytes each, so that four warps copy kUnits at once. Unit u brings kUnitKeys
-// entries that follow each other in the list to rows u, u + kUnits and so on: these differ by multiples of 8, which the
-// swizzle does not tell apart.
+// Single keys: a unit is kChunks lanes that copy a row, 16 bytes each; four warps are kUnits units. Unit u copies
+// kUnitKeys successive entries of the list to rows u, u + kUnits and so on. These rows differ by multiples of 8, so
+// that they have the same swizzle.
 constexpr int kChunks = kHeadDim / 8, kUnits = 128 / kChunks, kUnitKeys = kStep / kUnits;
 
-// Hides what is not seen; each word is of the lanes of a warp that gathered.
+// Masks keys that are not visible; each word of info.keys is a ballot of one gathering warp.
 DEVICE void hide_unseen(float (&x)[kStep / 2], const StepInfo& info, int lane) {
   constexpr int kUnitsOfWarp = kUnits / 4;
   constexpr u32 kAll = 0xffffffffu >> 32 - 2 * kChunks;
 #pragma unroll
-  for (int half = 0; half < kUnits / 8; ++half) {  // rows 8 and so on of every 16 are of other units
+  for (int half = 0; half < kUnits / 8; ++half) {  // rows 8 to 15 of every 16 belong to other units
     const int unit = 8 * half + 2 * (lane % 4);
     const u32 seen = static_cast<u32>(info.keys[unit / kUnitsOfWarp]) >> unit % kUnitsOfWarp * kChunks;
     if ((seen & kAll) == kAll) continue;
@@ -108,7 +111,7 @@ DEVICE void hide_unseen(float (&x)[kStep / 2], const StepInfo& info, int lane) {
   }
 }
 
-// Of pieces of blocks, hides from each row of a tile what is not before the key that `past` says.
+// For pieces of blocks: masks, in each row of a tile, keys from past(row) on.
 template <typename Past>
 DEVICE void hide_pieces(float (&x)[kStep / 2], const StepInfo& info, int lane, Past past) {
 #pragma unroll
@@ -135,8 +138,9 @@ DEVICE i64 list_begin(const SparseTiles& p, const Tile& tile, int& count) {
   return tile.list_head * p.head_step + tile.query_block * p.list_step;
 }
 
-// ---- lists of blocks: a warp reads them ----
+// ---- lists of blocks, read by a warp ----
 
+// Iterates over the pieces of a list: each lane holds one of 32 entries, and the next 32 are prefetched.
 struct Pieces {
   const SparseTiles& p;
   const int lane;
@@ -158,7 +162,7 @@ struct Pieces {
     look();
   }
 
-  // First key of the next piece, kNoKey behind the last.
+  // First key of the next piece; kNoKey after the last.
   DEVICE int next() {
     if (rest != kNoKey) {
       const int first = rest;
@@ -178,7 +182,7 @@ struct Pieces {
   }
 };
 
-// Pieces into swizzled panels; `keys`: the first of each.
+// Loads pieces into swizzled panels; `keys`: the first of each.
 DEVICE void load_pieces(const TensorMap* map, u32 smem, const int4& keys, int head_kv, u32 bar) {
   const int first[2] = {keys.x, keys.y};
 #pragma unroll
@@ -187,7 +191,7 @@ DEVICE void load_pieces(const TensorMap* map, u32 smem, const int4& keys, int he
                                    head_kv, bar);
 }
 
-// Loader: queries(tile), step(tile, info, first key of each piece), end(), all called by all lanes.
+// Loader: queries(tile), step(tile, flags, first key of each piece), end(), all called by all lanes of the warp.
 template <typename Loader>
 DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
   Pieces pieces{p, lane};
@@ -229,34 +233,35 @@ DEVICE void copy_async(u32 smem, const void* global) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
 }
 
-// An arrival of this thread once all that it copies has come. Who waits has to call fence_async_proxy before the tensor
-// cores read it, so that nobody who copies waits.
+// Makes this thread arrive once all of its copies are complete; it does not wait itself. cp.async writes through the
+// generic proxy, so the consumer that waits must call fence_async_proxy before wgmmas read the data.
 DEVICE void copies_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// The entry of a step whose number a lane holds.
+// The entry of a step whose index a lane holds.
 DEVICE int gathered_entry(int warp, int lane) {
   return (warp * kUnits / 4 + lane / kChunks) * kUnitKeys + lane % kUnitKeys;
 }
 
-// The entry of a step whose row it is.
+// The entry of a step that is copied to a row.
 DEVICE int entry_of_row(int row) { return row % kUnits * kUnitKeys + row / kUnits; }
 
-// Where a lane's copies of the first row of its unit go, in a buffer of swizzled panels.
+// Offset, in a buffer of swizzled panels, of a lane's 16 bytes of the first row of its unit.
 DEVICE u32 gather_place(int warp, int lane) {
   const int unit = warp * kUnits / 4 + lane / kChunks, chunk = lane % kChunks;
   return (chunk / 8 * kStep + unit) * 128 + ((chunk % 8 ^ unit % 8) << 4);
 }
 
-// Lets the lanes of a unit read each other's numbers, -1 for none.
+// Exchanges the key indices of a unit's lanes through shared memory; -1 for none.
 DEVICE void share_numbers(int (&numbers)[kStep], int warp, int lane, int index) {
-  __syncwarp();  // all have read what was there: of lanes apart the assembler moves the store before a vote
+  __syncwarp();  // all lanes have read the old contents: ptxas may move the store before a vote of diverged lanes
   if (lane % kChunks < kUnitKeys) numbers[gathered_entry(warp, lane)] = index;
   __syncwarp();
 }
 
-// Rows of keys or values of a step. `to`: gather_place() in their buffer; `column`: of this lane, of row 0.
+// Copies rows of keys or values of a step. `to`: gather_place() in their buffer; `column`: this lane's 16 bytes of row
+// 0.
 DEVICE void gather_rows(u32 to, const u16* column, int row_stride, const int (&numbers)[kStep], int warp, int lane) {
   const int4* four = reinterpret_cast<const int4*>(numbers + (warp * kUnits / 4 + lane / kChunks) * kUnitKeys);
 #pragma unroll
@@ -269,7 +274,7 @@ DEVICE void gather_rows(u32 to, const u16* column, int row_stride, const int (&n
   }
 }
 
-// How much of a list is left without what is no key at its end.
+// Length of a list without invalid entries at its end.
 DEVICE int trimmed(const int* list, int count, int num_keys, int lane) {
   while (count > 0) {
     const int at = (count - 1) / 32 * 32;
@@ -281,7 +286,7 @@ DEVICE int trimmed(const int* list, int count, int num_keys, int lane) {
   return 0;
 }
 
-// Loader: queries(tile), step(tile, flags, number of this lane's key), end(), all called by all lanes of four warps.
+// Loader: queries(tile), step(tile, flags, index of this lane's key), end(), all called by all lanes of four warps.
 template <typename Loader>
 DEVICE void walk_indices(const SparseTiles& p, Loader& loader, int warp, int lane) {
   for (int item = blockIdx.x; item < p.num_items; item += gridDim.x) {

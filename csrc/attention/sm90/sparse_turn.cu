@@ -1,26 +1,26 @@
-// Turns lists around: for each column the rows whose lists name it, in rising order and as often as they do. A counting
-// sort, whose result does not depend on time. Rows are cut in chunks, one a thread block.
+// Transposes lists: for each column, the rows whose lists contain it, ascending, with multiplicity. A deterministic
+// counting sort. Rows are divided into chunks, one for each thread block.
 //
-// Compile-time: PART. 0: counts of the columns of each chunk. 1: of these, for each column, how many of earlier chunks,
-// and where the columns' lists begin. 2: the rows in their places.
+// Compile-time: PART. 0: counts the entries of each column in each chunk. 1: prefix sums of these counts over chunks,
+// and the starts of the columns' lists. 2: writes the rows to their places.
 
 #include "../../common/ptx.cuh"
 #include "sparse_offsets.cuh"
 
 struct SparseTurnParams {
-  const int* entries;        // of the lists: columns; what is none is passed over
-  const int* offsets;        // [lists, rows + 1]: where the list of a row begins; or null: each has `width` entries
-  i64 head_step, list_step;  // without offsets: from a head's lists to the next's; from one list to the next
+  const int* entries;        // of the lists: columns; invalid ones are skipped
+  const int* offsets;        // [lists, rows + 1]: start of the list of each row; or null: each has `width` entries
+  i64 head_step, list_step;  // without offsets: strides of entries between heads and between lists
   int* counts;               // [lists, chunks, columns]
   int* starts;               // [lists * columns + 1]
   int* rows;
-  int* counter;  // two words, zero before and after
+  int* counter;  // zero between launches
   int width, num_lists, num_rows, num_columns, chunks, chunk_rows;
-  int num_entries, num_places;  // that offsets may point to; of `rows`
+  int num_entries, num_places;  // sizes of `entries` and of `rows`
 };
 
 constexpr int kThreads = 256;
-constexpr int kAhead = 4;  // entries of a row that a thread has before the row's turn
+constexpr int kAhead = 4;  // entries of the next row that a thread prefetches
 
 struct Row {
   const int* entries;
@@ -36,14 +36,14 @@ struct Row {
     }
   }
   DEVICE int load(int at) const { return at < count ? __ldg(entries + at) : -1; }
-  // From `first` on, of this thread.
+  // This thread's entries from `first` on.
   DEVICE void load(int (&to)[kAhead], int first) const {
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) to[j] = load(first + j * kThreads + static_cast<int>(threadIdx.x));
   }
 };
 
-// Parts 0 and 2: so many columns at a time.
+// Parts 0 and 2: columns processed at a time.
 constexpr int kWindow = 8192;
 
 DEVICE void count_or_place(const SparseTurnParams& p) {
@@ -56,7 +56,7 @@ DEVICE void count_or_place(const SparseTurnParams& p) {
     const int* starts = p.starts + static_cast<i64>(list) * p.num_columns + first;
     for (int i = threadIdx.x; i < window; i += kThreads) columns[i] = PART ? starts[i] + counts[i] : 0;
     __syncthreads();
-    if (PART == 0) {  // a warp a row
+    if (PART == 0) {  // one warp for each row
       for (int row = first_row + threadIdx.x / 32; row < past_row; row += kThreads / 32) {
         const Row now(p, list, row);
 #pragma unroll 4
@@ -67,7 +67,7 @@ DEVICE void count_or_place(const SparseTurnParams& p) {
       }
       __syncthreads();
       for (int i = threadIdx.x; i < window; i += kThreads) counts[i] = columns[i];
-    } else if (first_row < past_row) {  // row after row
+    } else if (first_row < past_row) {  // one row at a time, so that rows are in ascending order
       int ahead[kAhead];
       Row(p, list, first_row).load(ahead, 0);
       for (int row = first_row; row < past_row; ++row) {
@@ -83,7 +83,7 @@ DEVICE void count_or_place(const SparseTurnParams& p) {
             const u32 column = entries[j] - first;
             if (column >= window) continue;
             const u32 place = atomicAdd(columns + column, 1);
-            if (place < p.num_places) p.rows[place] = row;  // not of lists that share entries
+            if (place < p.num_places) p.rows[place] = row;  // overlapping lists may have more entries in total
           }
         }
         __syncthreads();
@@ -93,10 +93,10 @@ DEVICE void count_or_place(const SparseTurnParams& p) {
   }
 }
 
-constexpr int kColumns = 8, kSlices = kThreads / kColumns;  // of a block: columns of all lists, and slices of chunks
-constexpr int kMostChunks = 17;                             // of a slice; see sparse_lists.py
+constexpr int kColumns = 8, kSlices = kThreads / kColumns;  // of a thread block: columns of all lists, slices of chunks
+constexpr int kMostChunks = 17;                             // chunks of a slice; see sparse_lists.py
 
-// For each thread the sum of the numbers of those before it; `sums`: one word a warp.
+// Exclusive prefix sum over the threads of the block; `sums`: shared, one word for each warp.
 DEVICE int sum_before(int number, int* sums) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int sum = number;
@@ -113,7 +113,7 @@ DEVICE int sum_before(int number, int* sums) {
   return sum;
 }
 
-// The last block to be done adds up the columns.
+// Part 1. The last thread block to finish turns the counts of columns into starts.
 DEVICE void scan(const SparseTurnParams& p) {
   __shared__ int sums[kThreads];
   __shared__ bool last;

@@ -1,29 +1,29 @@
-// Results by way of shared memory: a warp lays down its 16 rows of accumulators, and TMA stores them from
-// there while the warp goes on. From registers, each store of a warp would be of pieces of eight rows, and take
-// shuffles.
+// Epilogue through shared memory: a warp writes its 16 rows of accumulators to a staging buffer, and TMA stores them to
+// global memory while the warp continues. Direct stores from registers would need shuffles, and each would touch eight
+// rows.
 #pragma once
 
 #include "tiles.cuh"
 
-// Where so many warps lay them down: panels, as a tensor map with boxes of 16 rows has them.
+// Staging buffers of kWarps warps: swizzled panels, as in a tensor map with boxes of 16 rows.
 template <int kColumns, int kWarps>
 struct Staging {
   alignas(1024) u16 rows[kWarps][kColumns / kPanel][16][kPanel];
   DEVICE u32 of_warp(int index) const { return uniform(smem_address(rows[index])); }
 };
 
-// No room.
+// No staging.
 template <int kColumns>
 struct Staging<kColumns, 0> {
   DEVICE u32 of_warp(int) const { return 0; }
 };
 
-// Stores factor * acc of this warp's 16 rows. `row`, `head`: where the box begins, in thread 0; all 16 rows are
-// written.
+// Stores factor * acc of this warp's 16 rows, all of which are written. `row`, `head`: start of the box, read from lane
+// 0.
 template <typename T, int kColumns>
 DEVICE void store_staged(const TensorMap* map, u32 staging, u32 panel_bytes, const float (&acc)[kColumns / 2],
                          const float (&factor)[2], int row, int head, int lane) {
-  if (lane == 0) bulk_wait_read();  // what was there before
+  if (lane == 0) bulk_wait_read();  // the previous store has read the buffer
   __syncwarp();
   const u32 at = staging + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
 #pragma unroll

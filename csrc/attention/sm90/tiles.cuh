@@ -1,4 +1,4 @@
-// What the kernels share: rings of buffers, work items, and how SMs share them out.
+// Shared by the attention kernels: rings of buffers, tile plans, work items and their persistent scheduling.
 #pragma once
 
 #include "../../common/arrivals.cuh"
@@ -8,18 +8,18 @@
 #define GATED 0
 #endif
 
-constexpr int kPanel = 64;  // columns of a swizzled panel
+constexpr int kPanel = 64;  // columns of a 128-byte-swizzled panel
 
-// Loads rows of a head, panel by panel.
+// Loads a box of rows of one head, panel by panel.
 template <int kPanels>
 DEVICE void load_panels(const TensorMap* map, u32 smem, u32 panel_bytes, int row, int head, u32 bar) {
 #pragma unroll
   for (int i = 0; i < kPanels; ++i) load_box(smem + i * panel_bytes, map, i * kPanel, head, row, bar);
 }
 
-// Keys from gate.first on, where they arrive while the kernel runs, lie in tensors of their own: what a key's tensor is
-// described by among the parameters, and its row there. As a macro and a function of values these are nothing where no
-// keys arrive, to the instruction.
+// With GATED, keys from gate.first on are fetched from other ranks while the kernel runs and are in separate tensors.
+// OF_KEY selects the parameter (p.name or p.name_remote) for a key's tensor; row_of_key is the key's row in that
+// tensor. Without GATED they compile to nothing.
 #if GATED
 #define OF_KEY(p, key, name) (*((key) < (p).gate.first ? &(p).name : &(p).name##_remote))
 #else
@@ -33,13 +33,13 @@ DEVICE int row_of_key(const Params& p, int key) {
   return key;
 }
 
-// The same of heads packed together, of which row r is row r / heads of head r % heads; `head` counts them as one.
+// The same for packed heads: row r is row r / heads of head r % heads, and `head` is the index of the pack.
 template <int kPanels>
 DEVICE void load_packed(const TensorMap* map, u32 smem, u32 panel_bytes, int row, int head, int log2_packed, u32 bar) {
   load_panels<kPanels>(map, smem, panel_bytes, row >> log2_packed, head << log2_packed, bar);
 }
 
-// A position in a ring of buffers.
+// Index and mbarrier phase parity in a ring of buffers.
 template <int N>
 struct Ring {
   int index = 0;
@@ -49,41 +49,43 @@ struct Ring {
   }
 };
 
-// The barriers of a buffer that one arrival fills, and so many empty.
+// Initializes the mbarriers of a buffer: `full` takes one arrival (with transaction bytes), `empty` takes `arrivals`.
 DEVICE void init_buffer(u64& full, u64& empty, u32 arrivals) {
   barrier_init(smem_address(&full), 1);
   barrier_init(smem_address(&empty), arrivals);
 }
 
-// The same of each buffer of a ring.
+// The same for each buffer of a ring.
 template <int N>
 DEVICE void init_buffers(u64 (&full)[N], u64 (&empty)[N], u32 arrivals) {
   for (int i = 0; i < N; ++i) init_buffer(full[i], empty[i], arrivals);
 }
 
-// An arrival for the whole warp, after all of its threads' reads and writes.
+// Arrives once for the whole warp, after the reads and writes of all its threads.
 DEVICE void release(u64& barrier, int lane) {
   __syncwarp();
   if (lane == 0) barrier_arrive(smem_address(&barrier));
 }
 
-// The mask of all tiles; see ops/hopper/tiles.py.
+// The mask, tile by tile; made by ops/hopper/tiles.py. A pass is a range of successive blocks of a tile.
 struct TilePlan {
   const int4* tiles;   // by decreasing cost: first row, first pass, past-the-last pass, number of rows
-  const int4* passes;  // two each: first column, number of blocks; of each part of the tile (three) its full blocks
-  const int2* bounds;  // of each pass, its rows: first and past-the-last visible column
-  i64 step;            // columns from the start of one block to that of the next
+  const int4* passes;  // two each: first column, number of blocks; first and past-the-last fully visible block, for
+                       // each of up to three warpgroups
+  const int2* bounds;  // [passes, rows of a tile]: first and past-the-last visible column
+  i64 step;            // columns from the start of one block to that of the next; negative: backwards
 #if CAPTURED
   const MaskNumbers* numbers;
 #endif
 };
 
-// Work item of a tile: first row (-1: no more), head and number of rows, first pass, past-the-last pass.
+// Work item: first row (-1: no more items), head | number of rows << 16, first pass, past-the-last pass.
 DEVICE int4 pack_item(const int4& tile, int head) { return make_int4(tile.x, head | tile.w << 16, tile.y, tile.z); }
 DEVICE int item_head(const int4& item) { return item.y & 0xffff; }
 DEVICE int item_rows(const int4& item) { return item.y >> 16; }
 
-// Items of a section of heads, tile by tile.
+// Decodes an item index. Heads are divided into sections, so that the keys of a section stay in the L2 cache; in a
+// section, items are ordered by tile, then by head.
 DEVICE int4 section_item(const TilePlan& plan, int num_tiles, int num_heads, int head_section, int item) {
   if (item >= num_tiles * num_heads) return make_int4(-1, 0, 0, 0);
   const int per_section = num_tiles * head_section;

@@ -17,14 +17,14 @@ def exchange(
 ) -> list[dist.Work]:
     """Starts sending ``send`` to, and filling ``received`` from, all ranks of ``group``.
 
-    Every rank calls it, also one that sends and receives nothing: it is a collective.
+    Collective: every rank calls it, also one that sends and receives nothing.
 
     Args:
         send: uint8 ``[sum(send_splits), row_bytes]``, rows grouped by destination.
         received: uint8 ``[sum(recv_splits), row_bytes]``, rows grouped by source.
 
     Returns:
-        What to wait for; both tensors must live until then.
+        The works to wait for; both tensors must live until then.
     """
     work = dist.all_to_all_single(received, send, list(recv_splits), list(send_splits), group=group, async_op=True)
     return [work]

@@ -1,4 +1,4 @@
-"""Row operations as kernels of our own (``csrc/group_collective``), for Hopper GPUs: all tensors in one launch.
+"""Row operations as CUDA kernels (``csrc/group_collective``), for Hopper GPUs: all tensors in one launch.
 
 `pack_rows`, `unpack_rows` and `add_rows` of `megatron_magi.comm.rows`, the last for some dtypes (`can_add`).
 """
@@ -113,7 +113,7 @@ def sum_source(partial: torch.dtype, into: torch.dtype, vector: int) -> tuple[st
 
 
 def _gather_way(sources: list[Rows], results: list[Rows], device: torch.device) -> _Way:
-    """How rows that lie like these are copied."""
+    """The launches that copy rows of these layouts."""
     some = [i for i, (_, _, size) in enumerate(sources) if size]
     parts = []
     for at in range(0, len(some), MOST_TENSORS):
@@ -128,12 +128,12 @@ def _gather_way(sources: list[Rows], results: list[Rows], device: torch.device) 
 
 
 def _low_bits(*addresses: int) -> int:
-    """What addresses say of the widest access."""
+    """Low bits of the addresses, which limit the width of an access."""
     return reduce(or_, addresses) % WIDEST
 
 
 class _Part(NamedTuple):
-    """A launch over some of the tensors of a call; their addresses and the number of rows come with the call."""
+    """A launch over some of the tensors of a call; addresses and the number of rows are set by the call."""
 
     kernel: _RowKernel
     fixed: bytes
@@ -142,19 +142,19 @@ class _Part(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """The launches of a row operation on tensors that lie alike."""
+    """The launches of a row operation on tensors of one layout."""
 
     parts: list[_Part]
 
     def fire(self, sources: Sequence[int], results: Sequence[int], num_rows: int, *tables: int) -> None:
-        """Queues the kernels on the current stream; ``sources``, ``results``: addresses of the tensors' rows."""
+        """Launches the kernels on the current stream; ``sources``, ``results``: addresses of the tensors' rows."""
         if num_rows:
             for part in self.parts:
                 part.kernel.fire(part, sources, results, num_rows, tables)
 
 
 class _RowKernel:
-    """A kernel with room for its parameters, on one device."""
+    """A kernel on one device, with memory for its parameters."""
 
     def __init__(self, device: torch.device, name: str, source: tuple[str, tuple[str, ...]], tail: str) -> None:
         self._kernel = load_kernel(build(*source), name, _THREADS, 0, device)
@@ -169,7 +169,7 @@ class _RowKernel:
     def part(
         self, sources: Sequence[Rows], results: Sequence[Rows], units: Sequence[int], lanes: int, which: Sequence[int]
     ) -> _Part:
-        """A launch over tensors that lie like these; ``lanes``: threads that a row is worth."""
+        """A launch over tensors of these layouts; ``lanes``: threads that share a row."""
         rest = (0,) * (MOST_TENSORS - len(units))
         log2_lanes = min(lanes - 1, _THREADS - 1).bit_length()
         fixed = _FIXED.pack(
@@ -181,7 +181,7 @@ class _RowKernel:
     def fire(
         self, part: _Part, sources: Sequence[int], results: Sequence[int], num_rows: int, tables: tuple[int, ...]
     ) -> None:
-        """Queues a launch on the current stream."""
+        """Launches on the current stream."""
         rest = (0,) * (MOST_TENSORS - len(part.which))
         addresses = *[sources[i] for i in part.which], *rest, *[results[i] for i in part.which], *rest
         config, params = self._config, self._params

@@ -1,11 +1,11 @@
-"""Rows in two levels: once between nodes, however many ranks need them there, then inside a node.
+"""Hierarchical exchange: a row is sent once to each other node, however many ranks need it there, then inside the node.
 
-A cast sends own rows inside the node and once to each other node, where the rank that receives them hands them on. A
-reduction goes the same way back: a node's partial rows are summed by the rank that handed the rows on, rounded once to
-the dtype in which they travel, and cross as one. Sums are formed in the order of ranks, so they repeat bitwise.
+A cast sends own rows inside the node and once to each other node, where the receiving rank relays them. A reduction
+goes the same way back: a node's partial rows are summed by the relaying rank, rounded once to the dtype in which they
+are sent, and cross as one row. Sums are formed in rank order, so they are bitwise repeatable.
 
-What comes second waits for what comes first: on GPUs on a stream of its own, so that the host and the caller's stream
-wait for nothing; on CPUs when the result is waited for.
+The second step waits for the first: on GPUs on a stream of its own, so that neither the host nor the caller's stream
+waits; on CPUs when the result is waited for.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import can_add
 
 Choice = Callable[[RowLayout, GroupCastArgs, bool], PlacingMover]
-"""Chooses what moves rows of a layout; the last argument says whether they go back."""
+"""Chooses the implementation for rows of a layout; the last argument: whether they go back."""
 
 
 class Hierarchical:
     """A `Mover` for `LevelArgs`.
 
     Args:
-        near, far, relay: what moves the rows of each part.
+        near, far, relay: the implementation for each part.
         ops: the row operations, see `megatron_magi.comm.rows`.
-        merges: what goes back is ``(out, lse)``, merged by its lse instead of summed.
+        merges: rows that go back are ``(out, lse)``, merged by lse instead of summed.
     """
 
     def __init__(self, near: Choice, far: Choice, relay: Choice, ops: ModuleType, merges: bool = False) -> None:
@@ -82,7 +82,7 @@ class Hierarchical:
         return Started((*near_back.works, crossed), (*relayed.buffers, *near_back.buffers, received), finish)
 
     def _sum_of_node(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout, kept: bool) -> Started:
-        """One partial row for each that `LevelArgs.far` brought, of those that the node's ranks have for it."""
+        """Sums the partial rows of the node's ranks, to one for each row received by `LevelArgs.far`."""
         sums = [x.zero_() for x in layout.new_tensors(args.far.num_recv, args.device)]
         mover = self._relay(layout, args.relay, True)
         if isinstance(mover, Adder) and not self._merges and can_add(layout, sums):
@@ -102,7 +102,7 @@ class Hierarchical:
 
 
 class _Next:
-    """A `Work`: a step that begins when another one has ended."""
+    """A `Work`: a step that starts when another one is complete."""
 
     def __init__(self, first: Started, step: Callable[[Any], Started], device: torch.device) -> None:
         self._first, self._step = first, step
@@ -125,7 +125,7 @@ class _Next:
         self._kept = started.buffers
 
     def wait(self) -> None:
-        """Makes the current stream wait; the host, where there is none."""
+        """Makes the current stream wait; on CPUs the host waits."""
         if self._event is None:
             if self._result is None:
                 self._run()
@@ -143,7 +143,7 @@ class _Next:
         return result
 
     def __del__(self) -> None:
-        # Who has been stopped by an error does not wait, but frees memory that is being written.
+        # After an error nobody waits for the work, but its memory is freed and must not be reused too early.
         with suppress(Exception):
             if self._event is not None:
                 self.wait()
@@ -151,5 +151,5 @@ class _Next:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One a device: the allocator keeps memory apart for each stream."""
+    """One for each device: the allocator has separate memory for each stream."""
     return torch.cuda.Stream(device, priority=-1)

@@ -1,10 +1,10 @@
-"""Ranks of one host write rows into each other's memory, over NVLink: nothing is packed first.
+"""Ranks of one host write rows directly into each other's memory over NVLink, without packing.
 
-One kernel, beside the stream of the caller, writes exactly the rows that others need into slots that all map, in
-chunks, and takes what the others write to its place, or adds it there, as chunks come. For a kernel that waits for rows
-itself they are published in the rank's own slot instead, and read by the others. Flags in the same memory stand for
-what NCCL would do; the host waits for nothing. A kernel that waits longer than the time-out of the group ends, and what
-it waited for is raised by the next call. See ``csrc/group_collective/peers.cuh``.
+One kernel, on a side stream, writes the rows that other ranks need into their slots, chunk by chunk, and copies
+received rows to their destination, or adds them there, as chunks arrive. For a kernel that waits for rows itself, rows
+are published in the rank's own slot instead and read by the other ranks. Kernels synchronize through flags in the
+shared memory; the host does not wait. A kernel that waits longer than the group's timeout ends, and the next call
+raises an error that says what it waited for. See ``csrc/group_collective/peers.cuh``.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _BROKEN, _ANNOUNCED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS *
 
 
 class _Exchange(NamedTuple):
-    """What a call does with its rows.
+    """Parameters of a call.
 
     Attributes:
         kind: `_CAST`, `_GIVE_BACK` or `_ADD`.
-        types: of what is sent, and of the rows that it is added to; empty where it is copied.
-        roles: what each of its kernels does.
-        index: address of the index of the results' rows that are cast, or of the rows that go back; 0 for none.
+        types: dtypes of the sent rows and of the rows to which they are added; empty if rows are copied.
+        roles: of each of its kernels: sends, receives, or both.
+        index: address of the index of result rows of a cast, or of the rows that go back; 0 for none.
     """
 
     kind: str
@@ -76,11 +76,11 @@ class Native:
         self._room = Room(memory)
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._side = torch.cuda.Stream(device, priority=-1)
-        self._last = -1  # handle of the stream on which rows were published last
-        self._beside = 0  # calls on the side stream for which the stream `_last` has not been made to wait
-        # Whether one sends there, or leaves too few SMs to a kernel that sends. `await_event` does not write it.
+        self._last = -1  # handle of the stream on which rows were last published
+        self._beside = 0  # calls on the side stream for which the stream `_last` does not wait yet
+        # Whether one of these sends, or leaves too few SMs to a kernel that sends. `await_event` does not write it.
         self._sends_beside = False
-        self._joins = 0  # how often that stream has been made to wait for all of them
+        self._joins = 0  # number of times that stream has waited for all of them
         self._flags = torch.zeros(FLAG_BYTES, dtype=torch.uint8, device=device)
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._ready, self._started = torch.cuda.Event(), torch.cuda.Event()
@@ -91,14 +91,14 @@ class Native:
         add_guard(group, self)
 
     def refusal(self, layout: RowLayout, most_rows: int | None) -> str | None:
-        """Why rows cannot be moved, None if they can: then there is room for them. Collective, the same on all ranks.
+        """The reason why rows cannot be moved; None if they can, with memory for them. Collective, equal on all ranks.
 
         Args:
             layout: of the tensors.
-            most_rows: how many rows of them any rank publishes; None if that is not known.
+            most_rows: most rows of them that any rank publishes; None if not known.
 
         Raises:
-            RuntimeError: a rank did not come to an earlier call in time.
+            RuntimeError: a rank timed out in an earlier call.
         """
         if (failure := self.failure()) is not None:
             raise RuntimeError(failure)
@@ -156,20 +156,20 @@ class Native:
         sources: Sequence[Place],
         places: tuple[Place, Place],
     ) -> Arriving:
-        """`cast` for a kernel that waits for rows as they come, as a step of a list of calls for `queue`.
+        """`cast` for a kernel that waits for rows as they arrive, as a step of a list of calls for `queue`.
 
         Args:
-            tensors, into: keys and values like those of the calls, and what they arrive in: rows of multiples of 16
-                bytes, contiguous.
+            tensors, into: tensors of the layouts of keys and values, and of their destination: contiguous rows of a
+                multiple of 16 bytes.
             args, layout: as in `cast`.
-            sources, places: where they will be.
+            sources, places: their addresses.
         """
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes)
         prepare = functools.partial(self._prepare_announced, args, layout, rows, results)
         (launch,) = self._launches((_ANNOUNCE,), args, rows, results, prepare)
         _, control, *_ = own = self._own_memory()
-        # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
-        # other's ranks wait for.
+        # A waiting kernel occupies all SMs. With two groups, on two streams, each could block the publishing kernel for
+        # which the other group's ranks wait.
         overlaps = len(_of_device(self._device)) == 1
         notice, timeout_ns = own[2:]
         return Arriving(
@@ -186,19 +186,19 @@ class Native:
         sources: Sequence[Place],
         places: Sequence[Place],
     ) -> Step:
-        """`add` as a step behind attention. Arguments as in `arriving`."""
+        """`add` as a step after attention. Arguments as in `arriving`."""
         types = layout.dtypes[0], into[0].dtype
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes_in(types[1]))
         (exchange,) = self._exchanges(_Exchange(_ADD, types, _BOTH), args, layout, rows, results)
-        # What runs beside it, if much is sent, waits for memory and not for SMs.
+        # The kernel that runs concurrently is limited by memory, not by SMs, if much is sent.
         return exchange.step(sources, places, num_blocks=share_of(self._num_sms, len(_of_device(self._device))))
 
     def version(self) -> tuple[int, int, int]:
-        """Another one when steps no longer hold."""
+        """Changes when steps become invalid."""
         return self._memory.generation, self._memory.slot_bytes, len(_of_device(self._device))
 
     def queue(self, calls: CallList, raw: int, *addresses: int) -> None:
-        """Queues a list of calls, some of which are steps of this object, on the current stream.
+        """Launches a list of calls with steps of this object on the current stream.
 
         Args:
             calls: of `version`.
@@ -206,7 +206,7 @@ class Native:
             addresses: see `CallList.queue`.
 
         Raises:
-            RuntimeError: a rank did not come to an earlier call in time.
+            RuntimeError: a rank timed out in an earlier call.
         """
         if (failure := self.failure()) is not None:
             raise RuntimeError(failure)
@@ -215,20 +215,20 @@ class Native:
             if captures or self._beside or self._last != raw:
                 current = self._take_turn(raw, captures)
                 if self._beside:
-                    if captures:  # the other stream may not be part of the graph yet, which cannot wait for what is not
+                    if captures:  # the other stream may not be captured yet, and a graph cannot wait for it
                         self._ready.record(current)
                         self._side.wait_event(self._ready)
                     self._join(current)
             calls.queue(*addresses)
 
     def _own_memory(self) -> tuple[int, int, int, int]:
-        """Addresses of this rank's slots and flags and of the notice, and the time-out in nanoseconds."""
+        """Addresses of this rank's slots, flags and notice, and the timeout in nanoseconds."""
         numbers = PEERS.unpack(self._memory.packed)
         rank = self._meeting.rank
         return numbers[rank], numbers[MAX_RANKS + rank], numbers[2 * MAX_RANKS], numbers[2 * MAX_RANKS + 2]
 
     def failure(self) -> str | None:
-        """What a kernel that gave up waited for, or that all were told to; None as long as none did."""
+        """What a kernel that timed out waited for, or that kernels were stopped; None if none did."""
         if not any(self._notice[:5]):
             return None
         absent, part = self._notice[1], self._notice[4]
@@ -237,7 +237,7 @@ class Native:
         )
         if absent:
             names = self._meeting.names([absent - 1])
-            text = f"group collective: {names} did not come within {self._meeting.timeout_s:g} s"
+            text = f"group collective: {names} did not arrive within {self._meeting.timeout_s:g} s"
             return f"{text}; {waited}" if part else text
         if self._notice[0]:
             return "group collective: the group was ended by an earlier error"
@@ -248,11 +248,11 @@ class Native:
         return self._room.stays
 
     def forget_graphs(self) -> None:
-        """No CUDA graph is left that has captured calls, on any rank: slots may grow again."""
+        """To be called on all ranks when no CUDA graph with captured calls is left: slots may grow again."""
         self._room.stays = False
 
     def stop(self) -> None:
-        """Makes kernels that wait give up."""
+        """Stops waiting kernels."""
         self._notice[0] = 1
 
     def _run(
@@ -266,23 +266,23 @@ class Native:
         kept: bool = False,
         index: torch.Tensor | None = None,
     ) -> tuple[_Done, list[torch.Tensor]]:
-        """Writes ``tensors`` to the ranks that need them, and takes what they write, beside the current stream.
+        """Sends rows of ``tensors`` to the ranks that need them, and receives theirs, on a side stream.
 
         Args:
             kind: `_CAST`, `_GIVE_BACK` or `_ADD`.
-            tensors: what is sent.
-            args: which rows travel where.
+            tensors: tensors to send.
+            args: which rows are sent where.
             layout: of ``tensors``.
-            results: what comes goes there.
-            types: of what is sent, and of the rows that it is added to; empty where it is copied.
-            kept: ``tensors`` stay as they are until the call is over. Else they are read on the current stream.
-            index: of the results' rows that are cast, or of the rows that go back; see `PlacingMover`.
+            results: destination of received rows.
+            types: dtypes of the sent rows and of the rows to which they are added; empty if rows are copied.
+            kept: ``tensors`` do not change until the call is complete; else they are read on the current stream.
+            index: of result rows of a cast, or of the rows that go back; see `PlacingMover`.
 
         Returns:
-            The end of the call, and what must live until then.
+            The end of the call, and the objects that must live until then.
         """
         captures = is_capturing(self._device)
-        kept = kept and not captures  # what a graph replays takes turns by its streams
+        kept = kept and not captures  # in a graph, calls are ordered by its streams
         tensors = [with_rows(x) for x in tensors]
         rows = rows_of(tensors, layout.sizes)
         exchange = _Exchange(kind, types, _BOTH if kept else _APART, _address(index))
@@ -296,7 +296,7 @@ class Native:
                 self._join_senders(current)
                 launches[0].fire(raw, rows, results)
             launches[-1].fire(self._side.cuda_stream, rows, results)
-            if kept:  # what comes next on the current stream may take all SMs until it ends
+            if kept:  # the next kernel on the current stream may occupy all SMs until its end
                 current.wait_event(self._started)
             self._sends_beside = (self._beside > 0 and self._sends_beside) or kept or bool(types)
             self._beside += 1
@@ -311,14 +311,14 @@ class Native:
         self._beside, self._sends_beside, self._joins = 0, False, self._joins + 1
 
     def _join_senders(self, current: torch.cuda.Stream) -> None:
-        """Makes the current stream, on which rows are sent next, wait for all calls if one of them sends too."""
+        """Before the current stream sends rows: makes it wait for all calls if one of them sends too."""
         if self._beside and self._sends_beside:
             self._join(current)
 
     def _take_turn(self, raw: int, captures: bool) -> torch.cuda.Stream:
-        """The current stream, of which this is the handle: calls are published one after the other."""
+        """The current stream, of handle ``raw``, ordered after the stream that published last."""
         current = self._stream(raw)
-        if captures:  # who replays the graph does so in turn
+        if captures:  # the caller must order replays of the graph with other calls
             self._room.stays = True
             return current
         if self._last not in (-1, raw):
@@ -334,7 +334,7 @@ class Native:
         results: list[Rows],
         prepare: Callable[[int], tuple[Launch, ...]],
     ) -> tuple[Launch, ...]:
-        """What ``prepare`` makes for a share of SMs, once for calls of a ``kind`` that differ in addresses alone."""
+        """The result of ``prepare`` for a share of SMs, cached for calls that differ in addresses alone."""
         forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
         share = share_of(self._num_sms, len(_of_device(self._device)))
         key = (self._memory.generation, share, *kind, *forms)
@@ -347,7 +347,7 @@ class Native:
     def _exchanges(
         self, exchange: _Exchange, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows]
     ) -> tuple[Launch, ...]:
-        """`_prepare`, once."""
+        """`_prepare`, cached."""
         prepare = functools.partial(self._prepare, exchange, args, layout, rows, results)
         return self._launches(exchange, args, rows, results, prepare)
 
@@ -360,7 +360,7 @@ class Native:
         results: list[Rows],
         share: int,
     ) -> tuple[Launch, ...]:
-        """The kernels of a call with their parameters, all but addresses of rows: one for each of its roles."""
+        """The kernels of a call, one for each of its roles, with all parameters except addresses of rows."""
         kind, types, roles, index = exchange
         tables, row_bytes = args.peers, slot_row_bytes(layout)
         assert tables is not None and args.most is not None  # or there would be a refusal
@@ -394,7 +394,7 @@ class Native:
     def _prepare_announced(
         self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], share: int
     ) -> tuple[Launch, ...]:
-        """The kernel that publishes rows and pulls those of others, likewise."""
+        """The kernel that publishes rows and pulls those of other ranks, likewise."""
         tables, row_bytes = args.peers, slot_row_bytes(layout)
         assert tables is not None
         counts, unit = tables.counts.data_ptr(), widest(rows)
@@ -409,18 +409,18 @@ class Native:
         return (launch,)
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
-        """The stream of a handle, which is the current one, or was."""
+        """The stream of a handle, which is or was the current one."""
         stream = self._streams.get(raw)
         if stream is None:
             stream = self._streams[raw] = torch.cuda.current_stream(self._device)
         return stream
 
     def await_event(self, event: torch.cuda.Event, joins: int) -> None:
-        """Makes the current stream wait for the event of a call made after so many joins, and takes the event back."""
+        """Makes the current stream wait for the event of a call made after ``joins`` joins, and recycles the event."""
         raw = torch._C._cuda_getCurrentRawStream(self._device.index)
         self._stream(raw).wait_event(event)
         self._events.append(event)
-        # A call that the stream was made to wait for with all others is not counted any more.
+        # A join since then has reset the count.
         self._beside -= raw == self._last and joins == self._joins and self._beside > 0
 
 
@@ -438,7 +438,7 @@ class _Done:
             self._native.await_event(event, self._joins)
 
     def __del__(self) -> None:
-        # Who has been stopped by an error does not wait, but frees memory that is being written.
+        # After an error nobody waits for the call, but its memory is freed and must not be reused too early.
         with suppress(Exception):
             self.wait()
 
@@ -449,24 +449,24 @@ def _address(x: torch.Tensor | None) -> int:
 
 @cache
 def _of_device(device: torch.device) -> weakref.WeakSet[Native]:
-    """What serves the groups of a GPU."""
+    """The instances of all groups of a GPU."""
     return weakref.WeakSet()
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Native | None, str] | RuntimeError]
 _known = weakref.WeakKeyDictionary()
-"""One a group, decided when it is first asked for, and for good: ranks that asked again would ask alone."""
+"""One for each group, or the reason why there is none. Decided once: asking again would be collective."""
 
 
 def native_of(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Native | None, str]:
-    """What moves rows of the ranks of a group; None, with the reason, where it cannot. Collective the first time.
+    """The instance of a group, or None and the reason why it is not possible. Collective on the first call.
 
     Args:
         group: the ranks; the default group when None.
         device: this rank's GPU.
 
     Raises:
-        RuntimeError: ranks did not come within the time-out of the group, now or when it was first asked for.
+        RuntimeError: ranks did not take part within the group's timeout, now or in the first call.
     """
     group = dist.group.WORLD if group is None else group
     assert group is not None
@@ -483,7 +483,7 @@ def native_of(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Na
 
 
 def present_native(group: dist.ProcessGroup) -> Native | None:
-    """What moves rows of a group now, if anything does; asks nobody."""
+    """The instance of a group, if there is one; not collective."""
     known = _known.get(group)
     return known[0] if isinstance(known, tuple) else None
 

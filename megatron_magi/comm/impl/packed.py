@@ -1,4 +1,4 @@
-"""Moves rows as bytes: packed by destination into one buffer, exchanged, and put in order on arrival."""
+"""Moves rows as bytes: packed by destination into one buffer, exchanged, and reordered on arrival."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Packed:
     ) -> None:
         self._exchange, self._ops = exchange, ops
         group = dist.group.WORLD if group is None else group
-        # Not kept alive: arguments of plans know this, and plans may be kept longer than groups.
+        # A weak reference: arguments of plans refer to this object, and plans may outlive groups.
         self._group = None if group is None else weakref.ref(group)
 
     def cast(

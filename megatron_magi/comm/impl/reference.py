@@ -1,4 +1,4 @@
-"""Exchange of rows, peer by peer: the simplest thing that is right, on any backend."""
+"""Exchange of rows by sends and receives, peer by peer: a simple reference for any backend."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def exchange(
         received: uint8 ``[sum(recv_splits), row_bytes]``, rows grouped by source.
 
     Returns:
-        What to wait for; both tensors must live until then.
+        The works to wait for; both tensors must live until then.
     """
     me = dist.get_rank(group)
     outgoing, incoming = send.split(list(send_splits)), received.split(list(recv_splits))
     incoming[me].copy_(outgoing[me])
     ops = []
     for step in range(1, dist.get_world_size(group)):
-        # Empty messages travel too: NCCL needs every rank in a group's first batch.
+        # Empty messages are sent too: NCCL needs every rank in a group's first batch.
         to, source = (me + step) % len(outgoing), (me - step) % len(incoming)
         ops.append(dist.P2POp(dist.isend, outgoing[to], group=group, group_peer=to))
         ops.append(dist.P2POp(dist.irecv, incoming[source], group=group, group_peer=source))

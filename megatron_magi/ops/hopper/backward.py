@@ -1,13 +1,13 @@
-"""The backward pass on Hopper GPUs, from tensors to kernels that are queued.
+"""The backward pass on Hopper GPUs, from tensors to kernel launches.
 
-These are, in this order:
+The kernels are, in launch order:
 
-1. ``prepare``: statistics of rows as the next kernels read them, and zeros in memory that they add to.
-2. ``backward``: dk and dv, and sums of dq in device memory where these pay. For wide heads ``backward_keys``: dk, dv.
+1. ``prepare``: lse and delta in the layout of the next kernels, and zeros in memory that they add to.
+2. ``backward``: dk and dv, and sums of dq in device memory if that is faster. For wide heads ``backward_keys``: dk, dv.
 3. ``finish_keys``: dk and dv of tiles whose query heads were split, from their sums.
-4. ``finish_dq``: dq from its sums; where there are none ``backward_queries``, which computes it.
+4. ``finish_dq``: dq from its sums; or ``backward_queries``, which computes dq without sums.
 
-What a pass over tensors of one layout does, for one mask, is found out once (`_Pass`); calls fill in addresses.
+The launches of a pass over tensors of one layout, for one mask, are prepared once (`_Pass`); calls fill in addresses.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ def backward(
 ) -> None:
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.
 
-    Besides the gradients it takes one fp32 dq of device memory, and up to 16 MB of sums of dk and dv, which else lie in
-    dq until it is written. Where dq is added to, or not contiguous, and a key head has at least four query heads, it
-    takes an fp32 dk and dv more. Wide heads, deterministic results, and many queries that see few keys each, take no
-    fp32 dq; wide heads an fp32 dk and dv where SMs would idle.
+    Memory besides the gradients: an fp32 dq, and up to 16 MB for sums of dk and dv, which otherwise use the memory of
+    dq until it is written. If dq is added to, or not contiguous, and a key head has at least four query heads, also an
+    fp32 dk and dv. Wide heads, deterministic mode, and many queries that see few keys each need no fp32 dq; wide heads
+    need an fp32 dk and dv if SMs would otherwise idle.
 
-    ``memo`` remembers how, for calls that differ in nothing but addresses, strides and the dtype of ``dout``. With
+    ``memo`` caches the pass for calls that differ only in addresses, strides and the dtype of ``dout``. With
     ``shared`` this is one of several passes, of which the last writes dq, whatever ``grads`` says.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
     q, k, v, dout, lse, delta = inputs
-    if memo:  # most calls: tensors that lie as those of an earlier call did
+    if memo:  # most calls: tensors of the layout of an earlier call
         known = memo.get(_layout(current_stream(q.device), inputs, grads))
         if known is not None and known.run(inputs, grads, shared):
             return
@@ -104,20 +104,20 @@ def backward(
 
 
 def _layout(stream: int, inputs: BackwardInputs, grads: Gradients) -> tuple:
-    """What may change from call to call: hooks of saved tensors may give them back with other strides."""
+    """What may differ between calls: hooks of saved tensors may return them with other strides."""
     (q, k, v, dout, lse, _), (dq, dk, dv, *_) = inputs, grads
     return stream, dout.dtype, *[t.stride() for t in (q, k, v, dout, lse, dq, dk, dv)]
 
 
 class SharedSums:
-    """Backward passes of the same queries, over keys of their own, that add dq in one place.
+    """Backward passes of the same queries, each over keys of its own, that accumulate dq in the same sums.
 
-    For passes of which `choices.sums_meet` holds, on one stream, of the same dout, lse and delta. The last one writes
-    dq, whose memory, contiguous and in the dtype of q, is theirs until then.
+    For passes for which `choices.sums_meet` holds, on one stream, of the same dout, lse and delta. The last one writes
+    dq; they may use its memory, contiguous and in the dtype of q, until then.
 
     Attributes:
-        left: passes that are still to come.
-        memory: of the first pass: statistics of rows and sums.
+        left: passes that remain.
+        memory: of the first pass: row statistics and sums.
         addresses: of lse, of -delta, and of sums.
     """
 
@@ -128,13 +128,13 @@ class SharedSums:
 
 
 class _Signature(NamedTuple):
-    """What a pass is made for, besides its mask.
+    """What a pass depends on, apart from its mask.
 
     Attributes:
-        inputs, grads: tensors like those of the calls, or how these lie.
+        inputs, grads: tensors of the layout of the calls, or the layouts.
         options: of the calls.
         stream: raw handle.
-        is_shared: dq is added to `SharedSums`.
+        is_shared: dq is accumulated in `SharedSums`.
     """
 
     inputs: BackwardInputs
@@ -144,7 +144,7 @@ class _Signature(NamedTuple):
     is_shared: bool
 
     def key(self, bands: np.ndarray) -> tuple:
-        """Of its pass over a mask: all that this depends on but addresses."""
+        """Cache key of its pass over a mask: all that this depends on except addresses."""
         inputs, (dq, dk, dv, *adds), options, stream, is_shared = self
         return (
             hopper_plan.content_digest(bands), dq.device, stream, options, *adds, is_shared,
@@ -153,20 +153,20 @@ class _Signature(NamedTuple):
         )  # fmt: skip
 
     def without_memory(self) -> _Signature:
-        """The same of layouts."""
+        """The same with layouts instead of tensors."""
         inputs, (dq, dk, dv, *adds), options, stream, is_shared = self
         grads = Gradients(*map(Layout.of, (dq, dk, dv)), *adds)
         return _Signature(BackwardInputs(*map(Layout.of, inputs)), grads, options, stream, is_shared)
 
     def make(self, bands: np.ndarray, num_keys: int) -> _Pass:
-        """The pass over another mask, of so many keys; of a signature without memory."""
+        """The pass over another mask with ``num_keys`` keys; for a signature without memory."""
         k, v, dk, dv = (t.with_rows(num_keys) for t in (*self.inputs[1:3], *self.grads[1:3]))
         inputs, grads = self.inputs._replace(k=k, v=v), self.grads._replace(dk=dk, dv=dv)
         return _pass_of(self._replace(inputs=inputs, grads=grads), bands)
 
 
 def _pass_of(signature: _Signature, bands: np.ndarray) -> _Pass:
-    """The pass of a signature over a mask, made unless it is kept."""
+    """The pass of a signature over a mask, from the cache or made."""
     key = signature.key(bands)
     known = _passes.get(key)
     if known is None:
@@ -177,14 +177,15 @@ def _pass_of(signature: _Signature, bands: np.ndarray) -> _Pass:
 
 @dataclass(frozen=True)
 class _Scratch:
-    """Device memory of a pass besides gradients, in fp32 numbers: statistics of rows, and sums, in this order.
+    """Scratch memory of a pass, in fp32 numbers: row statistics and sums, in this order.
 
     Attributes:
         num_stats: of lse, and as many of -delta.
         num_sums: of dq.
-        num_key_sums: of dk and dv, of tiles whose query heads are split.
-        key_sums_in_dq: these lie in dq until it is written.
-        num_zeroed: of them: all; of a mask that changes one tile's, as the kernel knows how many tiles there are.
+        num_key_sums: of dk and dv, of tiles that are split by query head.
+        key_sums_in_dq: these are in the memory of dq until it is written.
+        num_zeroed: how many of them to zero: all; for a static mask those of one tile, as the kernel knows the number
+            of tiles.
     """
 
     num_stats: int
@@ -195,33 +196,33 @@ class _Scratch:
 
     @property
     def offsets(self) -> tuple[int, int, int]:
-        """Bytes from lse to -delta, to the sums of dq, and to those of dk and dv if these do not lie in dq."""
+        """Byte offsets of -delta, of the sums of dq, and of those of dk and dv unless these are in dq."""
         return 4 * self.num_stats, 8 * self.num_stats, 8 * self.num_stats + 4 * self.num_sums
 
     @property
     def own_key_sums(self) -> int:
-        """Sums of dk and dv that do not lie in dq."""
+        """Sums of dk and dv that are not in the memory of dq."""
         return 0 if self.key_sums_in_dq else self.num_key_sums
 
     @property
     def num_floats(self) -> int:
-        """Of all."""
+        """Total size."""
         return 2 * self.num_stats + self.num_sums + self.own_key_sums
 
 
 @dataclass(frozen=True)
 class _Design:
-    """What is decided of a pass before its launches are prepared.
+    """Decisions about a pass, before its launches are prepared.
 
     Attributes:
         problem: its shape.
         choice: of kernels.
         plan: tiles of keys.
-        splits: parts that the query heads of a group are dealt to, where dk and dv have a kernel of their own.
-        schedule: the order of work, where one kernel computes dk, dv and possibly dq; else None.
-        targets: what gradients are written to.
-        of_rows: sizes of statistics of rows and of sums of dq.
-        scratch: memory for them, and for sums of dk and dv.
+        splits: splits of a group of query heads, if dk and dv have a kernel of their own.
+        schedule: work items, if one kernel computes dk, dv and possibly dq; else None.
+        targets: memory that gradients are written to.
+        of_rows: sizes of row statistics and of sums of dq.
+        scratch: memory for these, and for sums of dk and dv.
     """
 
     problem: Problem
@@ -267,8 +268,8 @@ class _Pass:
     """The kernels of a backward pass over tensors of one layout, on one stream.
 
     Attributes:
-        num_bytes: of device memory that is kept: the tile plans.
-        make: makes one for another mask, over so many keys.
+        num_bytes: device memory that is kept alive: the tile plans.
+        make: makes a pass for another mask and number of keys.
     """
 
     def __init__(self, signature: _Signature, bands: np.ndarray) -> None:
@@ -311,7 +312,7 @@ class _Pass:
             self._queries_numbers = queries_numbers(common, plan, seen)
 
     def run(self, inputs: BackwardInputs, grads: Gradients, shared: SharedSums | None = None) -> bool:
-        """Queues the kernels, for tensors of the layout; False if one does not begin where a tensor map can."""
+        """Launches the kernels for tensors of the layout; False if an address is not aligned for a tensor map."""
         q, k, v, dout, lse, delta = inputs
         of_q, of_k, of_v, of_dout = addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr()
         buffers = grads[:3] if self._is_direct else self._targets.buffers(grads)
@@ -322,7 +323,7 @@ class _Pass:
         memory, (stats, minus_delta, sums, key_sums) = self._memory(dq, shared)
         stream, overlaps = self._stream, self._overlaps
         with self._lock:
-            # 1. Statistics of rows, zeros.
+            # 1. Row statistics, zeros.
             launch = self._prepare
             if is_first or self._scratch.num_key_sums:
                 with launch.lock:
@@ -343,7 +344,7 @@ class _Pass:
             if self._is_whole:
                 params.dq, params.key_sums = sums, key_sums
             launch.fire(stream, overlaps)
-            # 3. dk and dv that were summed.
+            # 3. dk and dv from their sums.
             launch = self._finish_keys
             if launch is not None:
                 with launch.lock:
@@ -363,7 +364,7 @@ class _Pass:
                 params = launch.params
                 params.lse, params.delta, params.dq = stats, minus_delta, dq
                 launch.fire(stream, overlaps)
-        del memory  # all is queued, so it may be handed out again
+        del memory  # all is queued, so the allocator may reuse it
         if shared is not None:
             shared.left -= 1
         if not self._is_direct:

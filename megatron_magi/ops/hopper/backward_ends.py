@@ -1,4 +1,4 @@
-"""What runs before and after the backward kernels: statistics of rows, zeros, and sums that become gradients."""
+"""Kernels before and after the backward kernels: row statistics, zeros, and conversion of sums to gradients."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from megatron_magi.ops.hopper.support import check_support, current_stream, in_d
 from megatron_magi.ops.merge import row_products
 
 _SUMS_ALIGNMENT = 32  # floats: a cache line
-_FINISHED_ROWS = 64  # of a block of the kernel that finishes dq
+_FINISHED_ROWS = 64  # rows of a thread block of the kernel that finishes dq
 _ZEROING_BLOCKS = 1024
-_STATS_HEADS, _DELTA_HEADS = 32, 8  # of 32 rows, of a block of the kernel that prepares rows; where it computes delta
-_DELTA_ELEMENTS = 8 * 256 * 4  # of out, of a block of the kernel for delta
+_STATS_HEADS, _DELTA_HEADS = 32, 8  # heads (of 32 rows) of a thread block of the prepare kernel; if it computes delta
+_DELTA_ELEMENTS = 8 * 256 * 4  # elements of out of a thread block of the kernel for delta
 
 
 def row_delta(dout: Tensor, out: Tensor, memo: dict | None = None) -> Tensor:
-    """``rowsum(dout * out)``, fp32 ``[num_rows, num_heads_q]``; of an out in fp32, as stages have it, by torch.
+    """``rowsum(dout * out)``, fp32 ``[num_rows, num_heads_q]``; for an fp32 ``out``, as in stages, computed by torch.
 
-    ``memo`` remembers how, for calls that differ in nothing but addresses, strides and the dtype of ``dout``.
+    ``memo`` caches the launch for calls that differ only in addresses, strides and the dtype of ``dout``.
 
     Raises:
         ValueError: the device or head dim is not supported.
@@ -79,18 +79,18 @@ def _fire_delta(launch: Launch, dout: Tensor, out: Tensor) -> Tensor:
 
 
 def padded(num_rows: int, block: int) -> int:
-    """Rows with what the last block reads behind them."""
+    """Number of rows, padded for the reads of the last block."""
     return -(-num_rows // 32) * 32 + block
 
 
 class RowMemory(NamedTuple):
-    """Sizes of what a backward keeps of its rows, in fp32 numbers.
+    """Sizes of row statistics and of sums of dq, in fp32 numbers.
 
     Attributes:
-        rows: of the statistics of a head, with what the last block reads behind them.
-        stats: of lse, and as many of -delta, of all heads.
-        sums: of dq.
-        splits_stats: statistics are terms of bf16, see `kernels.splits_stats`.
+        rows: rows of the statistics of a head, with padding.
+        stats: size of lse, equal to that of -delta, over all heads.
+        sums: size of the sums of dq.
+        splits_stats: statistics are split into bf16 terms, see `kernels.splits_stats`.
     """
 
     rows: int
@@ -120,16 +120,16 @@ def stats_launch(
     of_delta: tuple[Tensor, Tensor] | None = None,
     numbers: int = 0,
 ) -> Launch:
-    """Writes statistics of rows, fp32 ``[num_heads / packed, rows * packed]`` each; ``zeroes``: and fills sums with 0.
+    """Writes row statistics, fp32 ``[num_heads / packed, rows * packed]`` each; with ``zeroes`` also zeroes sums.
 
     Args:
         lse, delta: fp32 ``[num_rows, num_heads]``.
-        rows: with their padding.
-        packed: heads that are counted as one, whose rows are interleaved.
-        split: instead of two numbers, 16 bytes a row, as the backward kernel takes them with such a scale of logits
-            (times log2 e).
-        numbers: address of a mask's numbers, where these are in memory; ``num_key_sums`` is then of one tile.
-        of_delta: the gradient of the output, and the output, of which it computes delta.
+        rows: rows with padding.
+        packed: heads that count as one, with their rows interleaved.
+        split: writes 16 bytes a row instead of two numbers, as SPLIT_STATS of the backward kernel takes them for this
+            scale of logits (times log2 e).
+        numbers: address of a mask's numbers, if these are in memory; ``num_key_sums`` is then per tile.
+        of_delta: dout and out, from which delta is computed.
     """
     num_rows, num_heads = lse.shape
     assert not (numbers and of_delta)
@@ -164,8 +164,8 @@ def finish_dq_launch(
 ) -> Launch:
     """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it.
 
-    ``concurrent``: it runs at the same time as the kernel before it on the stream, which began when the sums were
-    there.
+    ``concurrent``: runs concurrently with the preceding kernel on the stream, which started when the sums were
+    complete.
     """
     num_rows, num_heads, head_dim = dq.shape
 
@@ -190,10 +190,10 @@ def finish_keys_launch(
     gated: bool = False,
     numbers: int = 0,
 ) -> Launch:
-    """Writes the sums of the first tiles to dk (times scale) and dv, or adds them; 4 blocks a tile and key head.
+    """Writes the sums of the first tiles to dk (times scale) and dv, or adds them; 4 thread blocks a tile and key head.
 
-    ``gated``: some tiles are of keys that arrived, with gradients of their own; ``numbers``: address of a mask's
-    numbers, where these are in memory; then there may be more blocks than the tiles take.
+    ``gated``: some tiles are of fetched keys, with separate gradients; ``numbers``: address of a mask's numbers, if
+    these are in memory; the grid may then be larger than needed.
     """
     heads_kv, dim = dk.shape[1:]
 

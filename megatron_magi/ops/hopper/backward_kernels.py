@@ -1,6 +1,6 @@
 """The kernels of the backward pass on Hopper GPUs: one for dk, dv and possibly dq; one for dk and dv; one for dq.
 
-Each function prepares one of them: a launch for tensors of a layout, and the numbers that a mask adds to it.
+Each function prepares one of them: a launch for tensors of a layout, or its parameters that depend on the mask.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""q, k, v, dout, as TMA can read them."""
+"""q, k, v, dout, as TMA can load them."""
 
 
 class Steps(NamedTuple):
     """Kernels of a backward pass.
 
     Attributes:
-        before: those before the keys arrive.
-        keys: the one that waits for keys, and what finishes their gradients.
-        rest: what writes dq. Where gradients of keys are sent, the kernel that does so comes between, and this one
-            runs at the same time.
-        rest_is_apart: it needs nothing of ``keys`` but that they have begun: what comes between may overlap these.
+        before: kernels before the one that waits for fetched keys.
+        keys: the kernel that waits for keys, and the one that finishes their gradients.
+        rest: the kernel that writes dq. The kernel that sends gradients of keys is launched before it, and runs
+            concurrently.
+        rest_is_apart: ``rest`` uses no results of ``keys``; the kernel between them may overlap ``keys``.
     """
 
     before: tuple[Step, ...]
@@ -56,15 +56,15 @@ class Steps(NamedTuple):
 
 
 class Common(NamedTuple):
-    """What the kernels of a pass have in common.
+    """Arguments common to the kernels of a pass.
 
     Attributes:
         inputs: q, k, v, dout.
-        dims: head dims of the kernels; those of ``inputs`` may be less.
-        stats_row: from the row statistics of a head to those of the next.
+        dims: head dims of the kernels; those of ``inputs`` may be smaller.
+        stats_row: stride of the row statistics between heads.
         options: of the call.
         stream: raw handle.
-        arriving: keys and values that arrive while the kernels run, if there are any.
+        arriving: fetched keys and values, if there are any.
     """
 
     inputs: Inputs
@@ -76,11 +76,11 @@ class Common(NamedTuple):
 
 
 def whole_launch(common: Common, adds_dq: bool, plan: DevicePlan, store: int, grads: tuple[Tensor, Tensor]) -> Launch:
-    """Writes dk and dv, or adds to sums of them where query heads are split; and adds to sums of dq.
+    """Writes dk and dv, or adds to their sums if query heads are split; and adds to the sums of dq.
 
     Args:
         common: of the pass.
-        adds_dq: else dq is left to `queries_launch`.
+        adds_dq: False: dq is computed by `queries_launch`.
         plan: of the transposed mask, tiles as in `WHOLE_TILE`.
         store: how gradients are written, as the kernels number it.
         grads: dk and dv.
@@ -115,7 +115,7 @@ def whole_launch(common: Common, adds_dq: bool, plan: DevicePlan, store: int, gr
 
 
 def whole_numbers(common: Common, plan: DevicePlan, schedule: DeviceSchedule, seen: tuple[int, int]) -> Numbers:
-    """The mask's parameters of `whole_launch`, where no keys arrive.
+    """The mask's parameters of `whole_launch`, without fetched keys.
 
     Args:
         common, plan: as there.
@@ -135,7 +135,7 @@ def keys_launch(common: Common, plan: DevicePlan, store: int, grads: tuple[Tenso
     """Writes dk and dv, or adds to them.
 
     Args:
-        common: without keys that arrive.
+        common: without fetched keys.
         plan: of the transposed mask, tiles as in `PART_TILES`.
         store: how gradients are written, as the kernels number it.
         grads: dk and dv.
@@ -163,8 +163,7 @@ def keys_numbers(common: Common, plan: DevicePlan, splits: int, seen: tuple[int,
 
     Args:
         common, plan: as there.
-        splits: parts that the query heads of a group, those packed counted as one, are dealt to; with more than one,
-            gradients are added.
+        splits: splits of a group of query heads (packed heads count as one); with more than one, gradients are added.
         seen: of the mask, see `support.seen_rows`.
     """
     q, k, *_ = common.inputs
@@ -175,8 +174,8 @@ def keys_numbers(common: Common, plan: DevicePlan, splits: int, seen: tuple[int,
 def queries_launch(common: Common, plan: DevicePlan, store: int, grad: Tensor) -> Launch:
     """Writes dq, or adds to it; arguments as in `keys_launch`, ``plan``: tiles as in `query_tiles`.
 
-    Hold `stream_lock` from the kernel for dk and dv on: this one begins before that is complete, and takes it that the
-    kernels before that are.
+    Hold `stream_lock` from the kernel for dk and dv on: this kernel starts before that one is complete, and assumes
+    that the kernels before it are.
     """
     (q, k, v, dout), options, arriving = common.inputs, common.options, common.arriving
     block = hopper_kernels.QUERIES_WIDTH[common.dims]
@@ -184,7 +183,7 @@ def queries_launch(common: Common, plan: DevicePlan, store: int, grad: Tensor) -
     def make() -> Launch:
         params = _params(common, store, plan.is_static)
         if not plan.is_static:
-            params.counter += COUNTER_BYTES  # the kernel before may not have left its own
+            params.counter += COUNTER_BYTES  # the preceding kernel may still be using its counter
         params.dq_row, params.dq_head = grad.stride()[:2]
         kernel = hopper_kernels.backward_queries_kernel(
             q.device, q.dtype, common.dims, options.softcap > 0, bool(arriving), plan.is_static
@@ -199,7 +198,7 @@ def queries_launch(common: Common, plan: DevicePlan, store: int, grad: Tensor) -
 
 
 def queries_numbers(common: Common, plan: DevicePlan, seen: tuple[int, int]) -> Numbers:
-    """The mask's parameters of `queries_launch`, where no keys arrive; ``seen``: see `support.seen_rows`."""
+    """The mask's parameters of `queries_launch`, without fetched keys; ``seen``: see `support.seen_rows`."""
     q, k, v, _ = common.inputs
     work = row_work(plan, q.shape[1], hopper_kernels.QUERIES_WIDTH[common.dims], k, v)
     grid = grid_size(q.device, plan.num_tiles * work["num_heads"], common.options.sm_margin)
@@ -215,7 +214,7 @@ def _mapped_rows(seen: tuple[int, int]) -> tuple[int, ...]:
 def _params(
     common: Common, store: int, captured: bool
 ) -> BackwardPartParams | CapturedBackwardPartParams | GatedBackwardPartParams:
-    """What both kernels are told in addition to a mask's numbers; addresses of tensors come with the launch."""
+    """Parameters of both kernels besides a mask's numbers; addresses of tensors are set at launch."""
     softcap, scale = common.options.softcap, common.options.softmax_scale
     kind = (
         GatedBackwardPartParams if common.arriving else CapturedBackwardPartParams if captured else BackwardPartParams

@@ -18,7 +18,7 @@ class MaskFacts(NamedTuple):
     """The facts of a mask that choices between kernels depend on.
 
     Attributes:
-        runs: number of runs of rows that are alike, such as those of a document.
+        runs: number of runs of rows with the same structure, such as those of a document.
         area: visible pairs.
         intervals: number of intervals of queries that see a key, on average over the keys that are seen; 1 for masks of
             few slices, where it is not computed.
@@ -53,7 +53,7 @@ class Problem(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether heads are of 64 in the backward, which orders its items differently; see `schedule.make_schedule`."""
+        """Whether the backward has head dim 64, which orders its items differently; see `schedule.make_schedule`."""
         return self.dims[0] == 64
 
 
@@ -95,8 +95,8 @@ class BackwardChoice(NamedTuple):
 def packed_heads(facts: MaskFacts, num_rows: int, group: int) -> int:
     """Number of query heads of a group that share a tile or block of queries: 1, 2, 4 or 8.
 
-    The tile then has as many times fewer queries. Tiles end where runs of alike rows end, so with short runs, smaller
-    tiles of several heads are less empty.
+    The tile then has fewer queries by this factor. Tiles end where runs of rows end, so with short runs, tiles of
+    several heads are filled better.
     """
     short = facts.runs > 1 and num_rows < thresholds.SHORT_ROWS * facts.runs
     return math.gcd(group, thresholds.MOST_PACKED_HEADS) if short else 1
@@ -114,7 +114,7 @@ def row_bytes(problem: Problem) -> int:
 
 
 def heads_together(num_keys: int, num_heads_kv: int, row_bytes: int) -> int:
-    """Number of key heads that are worked on at the same time: as many as fit in the L2 cache, a divisor of all.
+    """Number of key heads that are processed at the same time: as many as fit in the L2 cache, a divisor of all.
 
     Args:
         num_keys, num_heads_kv: keys, and heads of keys.
@@ -127,7 +127,7 @@ def heads_together(num_keys: int, num_heads_kv: int, row_bytes: int) -> int:
 
 
 def late_blocks(problem: Problem, num_arriving: int, tile: tuple[int, int], products: float = 2.0) -> float:
-    """Blocks that an SM can compute until ``num_arriving`` keys are there; ``products``: matrix products of a block."""
+    """Blocks that an SM can compute until ``num_arriving`` keys have arrived; ``products``: per block."""
     num_bytes = num_arriving * problem.num_heads_kv * row_bytes(problem)
     us = tuning.ARRIVAL_US + num_bytes / tuning.ARRIVAL_BYTES_PER_US
     return us * tuning.SM_FLOP_PER_US / (products * tile[0] * tile[1] * sum(problem.dims))
@@ -139,14 +139,14 @@ def backward_choice(facts: MaskFacts, problem: Problem, deterministic: bool) -> 
     shape = WHOLE_TILE if whole else hopper_kernels.PART_TILES[problem.dims]
     packed = packed_heads(facts, problem.num_rows, problem.group)
     adds_dq = whole and not deterministic and sums_pay(facts, problem, packed)
-    # Sums of packed heads would leave the L2 cache, and are of one head.
+    # Sums of packed heads would not fit in the L2 cache, so heads are not packed if dq is accumulated.
     return BackwardChoice(whole, adds_dq, shape, 1 if adds_dq else packed)
 
 
 def sums_meet(choices: Sequence[BackwardChoice], problems: Sequence[Problem]) -> bool:
     """Whether backward passes of the same queries over different keys share the sums of dq, and the last one writes dq.
 
-    Else each pass adds its own sums to dq.
+    Otherwise each pass adds its own sums to dq.
     """
     return len(choices) > 1 and all(c.adds_dq for c in choices) and all(p.num_rows and p.num_keys for p in problems)
 
@@ -157,9 +157,9 @@ def query_tiles(problem: Problem, packed: int) -> RowTiles:
 
 
 def sums_pay(facts: MaskFacts, problem: Problem, packed: int) -> bool:
-    """Whether adding dq in memory takes less time than a separate kernel for dq, which computes the logits once more.
+    """Whether accumulating dq in memory is faster than a separate kernel for dq, which recomputes the logits.
 
-    It takes more where a query sees few or scattered keys and the fp32 sums, which are written and read at least twice,
+    It is slower if a query sees few or scattered keys and the fp32 sums, which are written and read at least twice,
     do not fit in the L2 cache. ``packed``: query heads that would share a tile in the separate kernel.
     """
     keys, sum_bytes = facts.area / problem.num_rows, 4 * problem.num_rows * problem.num_heads * problem.dims[0]
@@ -170,10 +170,10 @@ def sums_pay(facts: MaskFacts, problem: Problem, packed: int) -> bool:
 
 
 def most_split(choice: BackwardChoice, problem: Problem, room_bytes: int | None) -> int:
-    """Number of tiles of keys whose query heads may be split: as many as there is room for sums of dk and dv.
+    """Number of tiles of keys that may be split by query head: as many as there is memory for sums of dk and dv.
 
     Args:
-        room_bytes: size of dq, whose memory can hold these sums until dq is written; None where it cannot.
+        room_bytes: size of dq, if its memory can hold these sums until dq is written; else None.
     """
     if not choice.adds_dq:
         return 0
@@ -184,7 +184,5 @@ def most_split(choice: BackwardChoice, problem: Problem, room_bytes: int | None)
 
 
 def most_split_at_once(choice: BackwardChoice, problem: Problem, dq_bytes: int) -> int:
-    """`most_split` of a backward over keys of which some arrive: as many as the passes of stages together, which take
-    the memory of dq or more.
-    """
+    """`most_split` of a backward in one launch: as many as in all stages together, at least what fits in dq."""
     return max(most_split(choice, problem, room) for room in (None, dq_bytes))

@@ -1,4 +1,4 @@
-"""Where tiles begin: at the borders of documents where that saves work, else wherever the tile before is full."""
+"""First rows of tiles: at document boundaries if that saves work, else where the previous tile is full."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_magi.ops.hopper import tuning
 def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int, masked_cost: float = 0.0) -> bd.IntArray:
     """First rows of the tiles, ascending from 0; a tile ends where the next begins and has at most ``block_m`` rows.
 
-    A tile whose rows lie in two documents computes the columns of both for all of them. So a tile is
-    closed at a row where the mask changes, unless the rows behind it fit whole, or see so much of the same columns
-    that a further tile would cost more. ``masked_cost``: of a column that only part of a tile sees, relative to others;
-    counted where the rows behind the border see nothing of what those before it see.
+    A tile with rows of two documents computes the columns of both for all its rows. So a tile is
+    closed at a row where the mask changes, unless the rows after it fit completely, or see so many of the same columns
+    that another tile would cost more. ``masked_cost``: relative cost of a column that only part of a tile sees;
+    counted if the rows after the boundary see no column that those before it see.
     """
     breaks = np.unique(np.concatenate([bands[:, bd.Q0], bands[:, bd.Q1], [0, num_rows]]))
     if len(breaks) <= 2:
@@ -43,7 +43,7 @@ def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int, masked_cost: fl
 
 
 def _segment_columns(bands: bd.IntArray, breaks: bd.IntArray) -> tuple[bd.IntArray, bd.IntArray]:
-    """How many columns the rows between two breaks see, and how many of them the rows before see too."""
+    """Number of columns that the rows between two breaks see, and how many of them the preceding rows see too."""
     num_segments = len(breaks) - 1
     if not bd.has_diagonals(bands):
         return _rectangle_columns(bands, breaks)
@@ -51,7 +51,7 @@ def _segment_columns(bands: bd.IntArray, breaks: bd.IntArray) -> tuple[bd.IntArr
     pieces, index = bd.tighten_with_index(pieces)
     ranges, segment = bd.merge_ranges(pieces[:, [bd.K0, bd.K1]], segment[index])
     length = _total(ranges, segment, num_segments)
-    # Segment i together with the one before it is group i.
+    # Group i is segment i together with the previous one.
     both, group = bd.merge_ranges(np.concatenate([ranges, ranges]), np.concatenate([segment, segment + 1]))
     shared = length.copy()
     shared[1:] += length[:-1]
@@ -59,7 +59,7 @@ def _segment_columns(bands: bd.IntArray, breaks: bd.IntArray) -> tuple[bd.IntArr
 
 
 def _rectangle_columns(bands: bd.IntArray, breaks: bd.IntArray) -> tuple[bd.IntArray, bd.IntArray]:
-    """`_segment_columns` of disjoint rectangles, where all but the rectangles that end or begin goes on at a break."""
+    """`_segment_columns` of disjoint rectangles: at a break only rectangles that end or begin change."""
     num_breaks, ranges = len(breaks), bands[:, [bd.K0, bd.K1]]
     begin, end = np.searchsorted(breaks, bands[:, bd.Q0]), np.searchsorted(breaks, bands[:, bd.Q1])
     begun, ended = _total(ranges, begin, num_breaks), _total(ranges, end, num_breaks)

@@ -33,7 +33,7 @@ def make_launch(
         options: of the calls.
         stream: raw handle.
         tiles: of queries.
-        arriving: keys and values that arrive while the kernel runs.
+        arriving: fetched keys and values.
         captured: the kernel reads the mask's numbers from memory, see `static_plan`.
     """
     (q, k, v, sink_lse), (out, lse, accumulate), (tile, packed) = inputs, output, tiles
@@ -51,5 +51,5 @@ def make_launch(
     dims = hopper_kernels.kernel_dims((q.shape[2], v.shape[2]), backward=False)
     kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0, bool(arriving), captured)
     keys = ((t, tile[1]) for t in (k, v, *arriving))
-    stored = out if out.dtype == q.dtype else q  # what is written in 32 bits needs no map
+    stored = out if out.dtype == q.dtype else q  # fp32 output is not stored by TMA and needs no map
     return Launch(kernel, 1, params, ((q, 64 // packed, packed), *keys, (stored, 16 // packed, packed)))

@@ -1,10 +1,11 @@
-"""The forward over own keys and over keys that arrive while it runs, if there are any, in one launch.
+"""The forward in one launch over own keys and over fetched keys, which arrive while it runs.
 
-Arriving keys have numbers of their own behind this rank's, from `first_arriving` on, and lie in tensors of their own.
-The gap keeps tiles from blocks of both.
+Fetched keys are in separate tensors and have indices after this rank's own keys, from `first_arriving` on. The gap
+between the two ensures that no block has both kinds.
 
 The kernels of a pass depend on the mask only through numbers (`MaskNumbers`), which a worker process can compute, and
-on the layout of the tensors. So the steps of a pass name these numbers, and steps made for one mask serve others.
+on the layout of the tensors. So the steps of a pass refer to these numbers by name, and steps that were made for one
+mask are reused for others.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ class PassShape(NamedTuple):
 
     @property
     def num_own(self) -> int:
-        """Keys that are there when it begins."""
+        """This rank's own keys, present when the kernel starts."""
         return self.problem.num_keys - self.num_arriving
 
     def grid(self, num_items: int) -> int:
-        """Grid of a kernel whose blocks take items until there are none."""
+        """Grid of a persistent kernel."""
         return max(1, min(num_items, self.num_sms - self.sm_margin))
 
 
@@ -89,7 +90,7 @@ class ForwardForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskNumbers:
-    """The parameters of a pass that depend on the mask, computed without a device.
+    """The kernel parameters of a pass that depend on the mask, computed without a device.
 
     Attributes:
         shape: of the pass.
@@ -112,7 +113,7 @@ class PassUse(NamedTuple):
     Attributes:
         options: of the call.
         stream: raw handle.
-        remembered: keep the pass in a cache, where other plans of an equal mask find it.
+        remembered: cache the pass, for other plans of an equal mask.
     """
 
     options: AttnOptions
@@ -121,14 +122,14 @@ class PassUse(NamedTuple):
 
 
 def first_arriving(num_keys: int) -> int:
-    """Number of the first key that arrives, on a rank with ``num_keys`` own keys."""
+    """Index of the first fetched key, on a rank with ``num_keys`` own keys."""
     return num_keys + hopper_tiles.GAP
 
 
 def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int]:
-    """Queries, own keys and arriving keys, up to the last that sees or is seen; at least one of each.
+    """Numbers of queries, own keys and fetched keys up to the last that is in a visible pair; at least one of each.
 
-    Results are cached by ``bands`` alone, so ``first``, the number of the first arriving key, must be the same for each
+    Results are cached by ``bands`` alone, so ``first``, the index of the first fetched key, must be the same for each
     call with a table.
     """
     seen = _seen.get(bands)
@@ -142,21 +143,21 @@ def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int]:
 
 
 def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: int, products: float = 2.0) -> Tiling:
-    """Tiles of queries where the last ``num_arriving`` of ``problem.num_keys`` keys arrive, if any do.
+    """Tiles of queries; the last ``num_arriving`` of ``problem.num_keys`` keys are fetched.
 
-    ``products``: matrix products of a block of the kernel.
+    ``products``: matrix products that the kernel computes for a block.
     """
     if not num_arriving:
         return Tiling(False, problem.num_rows, *tiles)
     late = late_blocks(problem, num_arriving, tiles.shape, products)
     packs = heads_together(problem.num_keys, problem.num_heads_kv, row_bytes(problem)) * problem.group // tiles.packed
-    lead = math.ceil(late * num_sms / packs)  # blocks of one head, or of packed ones
+    lead = math.ceil(late * num_sms / packs)  # blocks of one head, or of one pack of heads
     first = first_arriving(problem.num_keys - num_arriving)
     return Tiling(False, problem.num_rows, *tiles, (first, num_arriving, math.ceil(late), lead))
 
 
 def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_sms: int) -> Tiling:
-    """Tiles of keys where the last ``num_arriving`` of ``problem.num_keys`` keys arrive, if any do."""
+    """Tiles of keys; the last ``num_arriving`` of ``problem.num_keys`` keys are fetched."""
     if not num_arriving:
         return Tiling(True, problem.num_keys, choice.shape, choice.packed)
     products = 5.0 if choice.adds_dq else 4.0
@@ -167,7 +168,7 @@ def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_
 
 
 def seen_numbers(bands: np.ndarray, num_own: int, num_arriving: int) -> dict[str, int]:
-    """Rows of the tensors up to the last that sees or is seen, at least one, by the names of these numbers."""
+    """Rows of each tensor up to the last that is in a visible pair, at least one, by the names of these numbers."""
     row, own, later = *seen_rows(bands), 1
     if num_arriving:
         row, own, later = seen_rows_and_keys(bands, first_arriving(num_own))
@@ -193,7 +194,7 @@ def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict
 TABLES = ("tiles", "passes", "bounds", "step")
 ROW_WORK = ("num_tiles", "num_heads", "group", "head_section", "log2_packed", "long_blocks")
 GATE = {"gate.num_rows": "later.num_rows", "gate.part_rows": "later.part_rows"}
-"""Parameters that depend on the mask: of all kernels over tiles; of those over rows; of those that wait for keys."""
+"""Parameters that depend on the mask: of all tiled kernels; of those over query tiles; of those that wait for keys."""
 
 
 def forward_numbers(
@@ -214,7 +215,7 @@ def forward_numbers(
 
 
 def shape_of(inputs: Sequence[Like], num_arriving: int, options: AttnOptions, num_sms: int) -> PassShape:
-    """Shape of a pass over q, k, v and ``num_arriving`` keys that arrive, on a GPU with ``num_sms`` SMs."""
+    """Shape of a pass over q, k, v and ``num_arriving`` fetched keys, on a GPU with ``num_sms`` SMs."""
     q, k, v, *_ = inputs
     dims = q.shape[2], v.shape[2]
     problem = make_problem(q.shape[0], k.shape[0] + num_arriving, q.shape[1], k.shape[1], dims)
@@ -228,9 +229,9 @@ class Pass:
         form: see `MaskNumbers`.
         numbers: those of `MaskNumbers`, and the addresses of the tables.
         plans: the tables, by the prefix of the names of their addresses.
-        num_bytes: device memory that this keeps.
+        num_bytes: device memory that this keeps alive.
         lists: prepared calls that use this pass, by the object that made them; dropped with either of the two.
-        use: of its place in the cache that keeps it; None where none does.
+        use: of its entry in the cache; None if it is not cached.
     """
 
     def __init__(self, of_mask: MaskNumbers, bands: np.ndarray, q: Like, stream: int) -> None:
@@ -252,7 +253,7 @@ class Pass:
 
 
 def _is_of_stream(plan: DevicePlan, stream: int) -> bool:
-    """Whether all tables were copied on ``stream``, so that work queued on it finds them there."""
+    """Whether all tables were copied on ``stream``, so that kernels on it need no event."""
     copies = [plan.ready, *(schedule.ready for schedule in tuple(plan.schedules.values()))]
     return all(ready is not None and ready.stream == stream for ready in copies)
 
@@ -261,7 +262,7 @@ def known_pass(
     passes: LruCache[tuple, Pass], tensors: tuple[Like | None, ...], of_arriving: tuple, bands: np.ndarray,
     use: PassUse, make: Callable[[], Pass],
 ) -> Pass:  # fmt: skip
-    """The pass for tensors of this layout: from the cache, or made, and kept there if ``use.remembered``."""
+    """The pass for tensors of this layout, from the cache; else made, and cached if ``use.remembered``."""
     if not use.remembered:
         return make()
     lie = [None if t is None else (t.dtype, tuple(t.shape), t.stride()) for t in tensors]
@@ -285,12 +286,12 @@ def forward_pass(
     """The forward pass over a mask.
 
     Args:
-        inputs: tensors of the layout of the calls; q, k and v as TMA can read them, `sink_lse` fp32 of every row.
+        inputs: tensors of the layout of the calls; q, k and v as TMA can load them, `sink_lse` fp32 of every row.
         output: likewise: ``out`` in the dtype of q, contiguous, ``lse`` fp32.
-        num_arriving: keys that arrive.
-        bands: the mask, over keys numbered as described at the top.
-        use: how it is queued.
-        known: the mask's numbers, if they were computed ahead; those of another shape are not used.
+        num_arriving: fetched keys.
+        bands: the mask, over keys indexed as described above.
+        use: how it is launched.
+        known: the mask's numbers, if prepared; ignored if they are of another shape.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
@@ -318,18 +319,18 @@ def forward_step(
     use: PassUse,
     max_logits: bool,
 ) -> Step:
-    """The kernel that writes attention, to be queued right behind those that bring the arriving keys, if there are any.
+    """The attention kernel, to be launched right after the kernel that fetches keys, if there is one.
 
-    It takes the addresses ``q``, ``k``, ``v``, ``out``, ``lse``, ``sink`` and ``max_logits``, the last two where there
-    are any, those of the arriving keys, and the numbers of a mask.
+    Its addresses are ``q``, ``k``, ``v``, ``out``, ``lse``, ``sink`` and ``max_logits``, the last two if given, and
+    those of the fetched keys; its numbers are those of a mask.
 
     Args:
         inputs, output: as of `forward_pass`.
-        arriving: keys and values; how many rows is a number of the mask. Without rows what brings them still makes
-            this rank's known to others, beside which the kernel runs. None: own keys alone.
+        arriving: fetched keys and values; the number of rows is a number of the mask. If it is 0, the fetching kernel
+            still publishes this rank's rows, concurrently with attention. None: own keys only.
         form: `Pass.form` of the masks that it serves.
-        use: how it is queued.
-        max_logits: fp32 ``[num_heads]``, -inf, is updated.
+        use: how it is launched.
+        max_logits: fp32 ``[num_heads]``, initialized to -inf; updated.
     """
     q, k, v, sink_lse = inputs
     fields, numbers = {"out": ("out", 0), "lse": ("lse", 0)}, {n: f"rows.{n}" for n in (*TABLES, *ROW_WORK)}

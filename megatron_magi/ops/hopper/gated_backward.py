@@ -1,7 +1,7 @@
-"""The backward in one launch over own keys and keys that arrive while it runs, if any do; `backward` runs stages.
+"""The backward in one launch over own keys and fetched keys, which arrive while it runs; `backward` runs stages.
 
-For head dims whose backward can be one kernel (`kernels.WHOLE_DIMS`). Keys are numbered, and the mask's numbers are
-separate from the rest, as in `gated`.
+For head dims whose backward can be one kernel (`kernels.WHOLE_DIMS`). Keys are indexed, and the mask's numbers are
+separated from the rest, as in `gated`.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class BackwardForm(NamedTuple):
 
     Attributes:
         choice: kernels.
-        arrives: some keys arrive.
-        splits: query heads of some tiles of keys are split, so another kernel finishes dk and dv of these tiles.
-        sums_in_dq: the sums that it reads lie in dq until dq is written.
+        arrives: some keys are fetched.
+        splits: some tiles of keys are split by query head, so another kernel converts the sums of their dk and dv.
+        sums_in_dq: these sums are in the memory of dq until dq is written.
     """
 
     choice: BackwardChoice
@@ -71,10 +71,10 @@ class BackwardTensors(NamedTuple):
     """Tensors of the layout of a backward's.
 
     Attributes:
-        inputs: q, k, v, dout in one dtype, as TMA can read them.
+        inputs: q, k, v, dout in one dtype, as TMA can load them.
         out: the output.
         lse: fp32 ``[num_rows, num_heads]``.
-        grads: dq in the dtype of q; dk and dv, like those of keys that arrive, in that dtype or fp32; all contiguous.
+        grads: dq in the dtype of q; dk and dv, also those of fetched keys, in that dtype or fp32; all contiguous.
     """
 
     inputs: Inputs
@@ -87,10 +87,10 @@ class Sent(NamedTuple):
     """The communication around a backward.
 
     Attributes:
-        arriving: keys that arrive, at least one; None if none do on this rank.
-        places: where dk and dv of these keys are to be written.
-        moves: a kernel that moves keys is queued right before the backward.
-        returns: a kernel that sends ``places`` back comes between `Steps.keys` and `Steps.rest`.
+        arriving: fetched keys, at least one; None if this rank fetches none.
+        places: where dk and dv of these keys are written.
+        moves: a kernel that transfers keys is launched right before the backward.
+        returns: a kernel that sends ``places`` back is launched between `Steps.keys` and `Steps.rest`.
     """
 
     arriving: Arriving | None
@@ -114,7 +114,7 @@ def backward_numbers(
     num_sms = max(1, shape.num_sms - shape.sm_margin)
     choice = backward_choice(facts, problem, shape.deterministic)
     assert choice.whole
-    # Sums of dk and dv lie in dq until it is written, if there is room.
+    # Sums of dk and dv are in the memory of dq until dq is written, if they fit.
     room = 2 * problem.num_rows * problem.num_heads * problem.dims[0]
     tiling = key_tiling(problem, choice, num_arriving, num_sms)
     most = (most_split_at_once if num_arriving else most_split)(choice, problem, room)
@@ -171,7 +171,7 @@ def _row_memory(tensors: BackwardTensors, form: BackwardForm, use: PassUse) -> R
 def scratch_numbers(
     tensors: BackwardTensors, form: BackwardForm, use: PassUse, key_sums: int, begin: int
 ) -> tuple[dict[str, int], int]:
-    """Byte offsets in the scratch memory of a call at which its kernels keep statistics and sums, by name, and the end.
+    """Byte offsets of statistics and sums in the scratch memory of a call, by name, and its size.
 
     Args:
         tensors, form, use: of the pass.
@@ -187,23 +187,23 @@ def scratch_numbers(
 
 
 def backward_steps(tensors: BackwardTensors, sent: Sent, known: Pass, use: PassUse, wants_delta: bool) -> Steps:
-    """The kernels that write all gradients; the first is queued right behind those that bring keys.
+    """The kernels that write all gradients; the first is launched right after the kernel that fetches keys.
 
-    They take the addresses ``q``, ``k``, ``v``, ``dout``, ``out``, ``lse``, ``dq``, ``dk``, ``dv``, ``scratch``, and
-    ``delta`` where it is wanted; and the numbers of a mask and those of `scratch_numbers`.
+    Their addresses are ``q``, ``k``, ``v``, ``dout``, ``out``, ``lse``, ``dq``, ``dk``, ``dv``, ``scratch``, and
+    ``delta`` if wanted; their numbers are those of a mask and of `scratch_numbers`.
 
     Args:
-        tensors: like those of the calls.
-        sent: what is queued around them.
+        tensors: tensors of the layout of the calls.
+        sent: communication around them.
         known: of a mask of the form.
-        use: how they are queued.
-        wants_delta: fp32 ``[num_rows, num_heads]``, contiguous, is written, too.
+        use: how they are launched.
+        wants_delta: also write delta, fp32 ``[num_rows, num_heads]``, contiguous.
     """
     return _Steps(tensors, sent, known, use).make(wants_delta)
 
 
 class _Steps:
-    """Makes the steps of a backward, in the order in which they are queued."""
+    """Makes the steps of a backward, in launch order."""
 
     def __init__(self, tensors: BackwardTensors, sent: Sent, known: Pass, use: PassUse) -> None:
         self._tensors, self._sent, self._known, self._use = tensors, sent, known, use

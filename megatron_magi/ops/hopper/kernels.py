@@ -1,4 +1,4 @@
-"""The Hopper kernels by what they are compiled for, loaded when first used."""
+"""The Hopper kernels by compile-time parameters, loaded on first use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FORWARD_TILES = {
     (192, 192): ((128, 96),),
     (256, 256): ((128, 64),),
 }
-"""Queries of a tile, 64 for each warpgroup, and keys of a block, by head dims (qk, v): the kernels that there are.
-Which of two is faster depends on the mask, see `forward_tile`.
+"""Tile shapes by head dims (qk, v): queries of a tile, 64 for each warpgroup, and keys of a block. Which of two is
+faster depends on the mask, see `forward_tile`.
 """
 WHOLE_DIMS = ((64, 64), (128, 128))
-"""Head dims whose backward can be one kernel, which adds dq in device memory; see `backward.backward`."""
+"""Head dims whose backward can be one kernel, which accumulates dq in device memory; see `backward.backward`."""
 
 PART_TILES = {(192, 128): (64, 128), (256, 256): (64, 64)}
 """Head dims whose backward is always two kernels: for dk and dv, with keys of a tile and queries of a block; for dq."""
@@ -31,13 +31,13 @@ PART_TILES = {(192, 128): (64, 128), (256, 256): (64, 64)}
 BACKWARD_DIMS = (*WHOLE_DIMS, *PART_TILES)
 
 DIM_UNIT = 8
-"""Head dims are multiples of it: TMA takes strides of 16 bytes."""
+"""Head dims must be multiples of it: TMA needs strides of 16 bytes."""
 
 QUERIES_WIDTH = {(64, 64): 96, (128, 128): 96, (192, 128): 64, (256, 256): 64}
 """Keys of a block of the kernel for dq, by head dims."""
 
 _QUERIES_STAGES = {(64, 64): (3, 2), (128, 128): (3, 2), (192, 128): (3, 2), (256, 256): (2, 1)}
-"""Stages of keys and of values of that kernel: as many as fit of what is worth it."""
+"""Stages of keys and of values of that kernel."""
 _ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 _STAGES, _TALL_STAGES = 2, 3
 _SPARE_BYTES = 1024  # barriers and the like
@@ -47,7 +47,7 @@ _SPARE_BYTES = 1024  # barriers and the like
 def kernel_dims(dims: tuple[int, int], backward: bool = True) -> tuple[int, int] | None:
     """Head dims (qk, v) of the kernels that take tensors of such head dims, or None.
 
-    They are the least that hold both: columns that a tensor lacks are read as zeros.
+    The smallest that hold both: missing columns are read as zeros.
     """
     if any(dim <= 0 or dim % DIM_UNIT for dim in dims):
         return None
@@ -61,7 +61,7 @@ def element(dtype: torch.dtype) -> str:
 
 
 def forward_tile(dims: tuple[int, int], keys: float, packed: int) -> tuple[int, int]:
-    """The one of `FORWARD_TILES` for queries that see so many keys on average, of heads that are packed."""
+    """The best of `FORWARD_TILES` for queries that see ``keys`` keys on average, with ``packed`` heads."""
     tiles = FORWARD_TILES[dims]
     return tiles[-1 if len(tiles) > 1 and keys >= thresholds.TALL_TILE_KEYS[dims][packed == 1] else 0]
 
@@ -78,13 +78,13 @@ def forward_macros(
     gated: bool = False,
     captured: bool = False,
 ) -> tuple[str, ...]:
-    """What a forward kernel is compiled for.
+    """Macros of a forward kernel.
 
     Args:
         dtype, dims: of the tensors.
         tile: one of `FORWARD_TILES`.
-        softcap: logits have a cap.
-        gated: some keys arrive while it runs.
+        softcap: logits are capped.
+        gated: some keys are fetched while it runs.
         captured: the mask's numbers are read from memory, see `static_plan`.
     """
     return (
@@ -103,7 +103,7 @@ def backward_macros(
     gated: bool = False,
     captured: bool = False,
 ) -> tuple[str, ...]:
-    """What a backward kernel is compiled for; ``gated`` and ``captured`` as in `forward_macros`."""
+    """Macros of a backward kernel; ``gated`` and ``captured`` as in `forward_macros`."""
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_backward_stages(dims, adds_dq)}",
         element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}",
@@ -113,7 +113,7 @@ def backward_macros(
 
 
 def _holds_keys(dims: tuple[int, int], adds_dq: bool) -> bool:
-    """Whether the backward kernel holds keys and values in registers, and issues the products of a block together."""
+    """Whether the backward kernel keeps keys and values in registers and issues a block's wgmmas together (kHold)."""
     return adds_dq and dims[0] == 64
 
 
@@ -123,14 +123,14 @@ def _backward_stages(dims: tuple[int, int], adds_dq: bool) -> int:
 
 
 def splits_stats(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool) -> bool:
-    """Whether the backward kernel takes statistics of rows as terms of bf16, 16 bytes a row."""
+    """Whether the backward kernel takes row statistics as bf16 terms, 16 bytes a row (SPLIT_STATS)."""
     return adds_dq and not softcap and dims in ((64, 64), (128, 128)) and dtype == torch.bfloat16
 
 
 def queries_macros(
     dtype: torch.dtype, dims: tuple[int, int], softcap: bool, gated: bool = False, captured: bool = False
 ) -> tuple[str, ...]:
-    """What a kernel for dq is compiled for; ``gated`` and ``captured`` as in `forward_macros`."""
+    """Macros of a kernel for dq; ``gated`` and ``captured`` as in `forward_macros`."""
     stages, stages_v = _QUERIES_STAGES[dims]
     return (
         *_part_defines(dtype, dims, softcap, QUERIES_WIDTH[dims]), f"STAGES={stages}", f"STAGES_V={stages_v}",
@@ -150,29 +150,29 @@ def _if_gated(gated: bool) -> tuple[str, ...]:
 def finish_keys_macros(
     dtype: torch.dtype, head_dim: int, gated: bool = False, captured: bool = False
 ) -> tuple[str, ...]:
-    """What a kernel that finishes dk and dv is compiled for; ``gated`` and ``captured`` as in `forward_macros`."""
+    """Macros of a kernel that finishes dk and dv; ``gated`` and ``captured`` as in `forward_macros`."""
     return (f"HEAD_DIM={head_dim}", element(dtype), *_if_gated(gated), *if_captured(captured))
 
 
 def finish_dq_macros(dtype: torch.dtype, head_dim: int, concurrent: bool = False) -> tuple[str, ...]:
-    """What a kernel that finishes dq is compiled for; ``concurrent``: it runs while another kernel sends dk and dv."""
+    """Macros of a kernel that finishes dq; ``concurrent``: it runs while another kernel sends dk and dv."""
     return (f"HEAD_DIM={head_dim}", element(dtype), *(("CONCURRENT=1",) if concurrent else ()))
 
 
 def delta_macros(dtype: torch.dtype, head_dim_v: int) -> tuple[str, ...]:
-    """What a kernel that prepares rows is compiled for where it computes delta."""
+    """Macros of the kernel for row statistics if it also computes delta."""
     return ("DELTA=1", f"HEAD_DIM_V={head_dim_v}", element(dtype))
 
 
 def keys_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, captured: bool = False) -> tuple[str, ...]:
-    """What a kernel for dk and dv of `PART_TILES` is compiled for; ``captured`` as in `forward_macros`."""
+    """Macros of a kernel for dk and dv of `PART_TILES`; ``captured`` as in `forward_macros`."""
     return (
         *_part_defines(dtype, dims, softcap, PART_TILES[dims][1]), f"STAGES={_STAGES}", *if_captured(captured)
     )  # fmt: skip
 
 
 def _has_room(dims: tuple[int, int]) -> bool:
-    """Whether shared memory has room for results of a tile of queries on their way out, and for the next queries."""
+    """Whether shared memory has room to stage the results of a tile of queries next to the next queries."""
     return max(dims) <= 128
 
 
@@ -182,7 +182,7 @@ def _query_stages(dims: tuple[int, int]) -> int:
 
 
 def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
-    """Name and macros of the kernels that most models use, deterministic or not: those that a wheel brings compiled."""
+    """Name and macros of the kernels that most models use, deterministic or not; wheels contain them precompiled."""
     found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         dims = (dim, dim)
@@ -203,7 +203,7 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
 
 
 def source_of(name: str) -> str:
-    """Where the source of a kernel is, below the folder of the sources."""
+    """Path of a kernel's source, relative to the source folder."""
     return f"attention/sm90/{name}.cu"
 
 
@@ -239,7 +239,7 @@ def backward_kernel(
     stages = _backward_stages(dims, adds_dq)
     tiles = (128 + 64 * stages) * sum(dims) + stages * 128 * 64  # k, v, q, dout, dS
     shared = 2 * tiles + 4 * 64 * dims[0] + stages * (512 + 1024) + _SPARE_BYTES
-    shared += 4 * 2 * 128 * dims[0] if _holds_keys(dims, adds_dq) else 0  # dk and dv on their way out
+    shared += 4 * 2 * 128 * dims[0] if _holds_keys(dims, adds_dq) else 0  # staging of dk and dv
     shared += (stages * 2 + 4) * 1024 if splits_stats(dtype, dims, softcap, adds_dq) else stages * 512
     return _load(device, "backward", defines, 384, shared)
 
@@ -268,7 +268,7 @@ def backward_queries_kernel(
     defines = queries_macros(dtype, dims, softcap, gated, captured)
     stages, stages_v = _QUERIES_STAGES[dims]
     tiles = 128 * sum(dims) + QUERIES_WIDTH[dims] * (stages * dims[0] + stages_v * dims[1])
-    tiles += 128 * dims[0] if _has_room(dims) else 0  # dq on its way out
+    tiles += 128 * dims[0] if _has_room(dims) else 0  # staging of dq
     return _load(device, "backward_queries", defines, 384, 2 * tiles + stages * 1024 + _SPARE_BYTES)
 
 

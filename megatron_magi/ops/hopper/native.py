@@ -1,6 +1,6 @@
-"""Tile plans in C++ (csrc/solver/tiles.cpp): what `tiles.plan_tiles` in numpy plans, sooner.
+"""Tile plans in C++ (csrc/solver/tiles.cpp): equal to `tiles.plan_tiles`, but faster.
 
-What tiles see in several intervals a row of one run of columns, `passes.py` deals out in numpy here too.
+Tiles with rows that see several intervals in one run of columns are still divided into passes by `passes.py`, in numpy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Shape(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The library next to this file; None where it was not built, or from other sources than these."""
+    """The library next to this file; None if it was not built, or was built from other sources."""
     library = compiled.load(Path(__file__).parent, "tiles", _VERSION)
     if library is not None:
         library.magi_tiles_begin.restype = _Pointer
@@ -44,7 +44,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the planner in C++ was built, from the sources that belong to this package."""
+    """Whether the C++ planner was built from the sources of this package."""
     return _library() is not None
 
 

@@ -1,4 +1,4 @@
-"""Which kernels the attention of a model can take, whatever its masks: to compile them before they are due."""
+"""The kernels that attention of a model can use under any mask, to compile them ahead of time."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def needed_kernels(
         dtype: of q, k and v.
         dims: head dims of queries and keys, and of values, for which there are kernels.
         group: query heads of a key head.
-        deterministic: every backward is to repeat bit by bit.
-        softcap: logits have a cap.
-        gated: those over keys that arrive while they run, alone.
-        captured: those that read a mask's numbers from memory, alone.
+        deterministic: every backward is bitwise repeatable.
+        softcap: logits are capped.
+        gated: only kernels that wait for fetched keys.
+        captured: only kernels that read a mask's numbers from memory.
     """
     if captured:
         plain = needed_kernels(dtype, dims, group, deterministic=deterministic, softcap=softcap)

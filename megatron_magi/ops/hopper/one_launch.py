@@ -1,6 +1,6 @@
-"""A pass of attention in one launch: over keys that are there, and behind them those that arrive meanwhile, if any do.
+"""A pass of attention in one launch: over this rank's own keys and fetched keys, which arrive while the kernel runs.
 
-What a pass queues is prepared once for a layout of its tensors, as a list of calls; the calls give addresses.
+The launches of a pass are prepared once for a layout of its tensors, as a list of calls; calls fill in addresses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _new_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_f
 
 
 class Remote(Protocol):
-    """Keys and values of other ranks. Collective: what is asked of one rank is asked of all."""
+    """Communication of keys and values with other ranks. All methods are collective."""
 
     @property
     def num_recv(self) -> int:
@@ -50,36 +50,37 @@ class Remote(Protocol):
         """Whether the forward is one launch where the backward is; the same on all ranks."""
 
     def published(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor as its rows can be read from."""
+        """The tensor, or a copy whose rows other ranks can read."""
 
     def announced(
         self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: tuple[Place, Place]
     ) -> tuple[StepMover, Arriving] | None:
-        """What publishes keys and values, and reads those that arrive; None, on all ranks, where they travel otherwise.
+        """The kernel that publishes keys and values and fetches those of other ranks; None, on all ranks, if rows of
+        this layout must be transferred otherwise.
 
         Args:
-            tensors, into: how they lie, and those that arrive.
+            tensors, into: layouts of the own tensors, and of the fetched ones.
             sources, places: their addresses.
         """
 
     def returned(
         self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: Sequence[Place]
     ) -> Step | None:
-        """What sends gradients of keys that arrived back, and adds those that come to ``into``; None likewise."""
+        """The kernel that sends gradients of fetched keys back and adds received ones to ``into``; None likewise."""
 
     def give_back(self, tensors: list[torch.Tensor], into: list[torch.Tensor]) -> None:
-        """The same, where there is no step for it."""
+        """The same as a call, if there is no such kernel."""
 
 
 class _Walk:
-    """What a pass queues: lists of calls that are walked (csrc/calls), for tensors of one layout on one stream.
+    """The launches of a pass, as lists of calls (csrc/calls), for tensors of one layout on one stream.
 
     Attributes:
         calls: lists of them.
-        num_scratch: bytes of memory that they take.
-        later: where in them partial gradients of fetched keys and values are, which are left to be sent.
-        tables: what the calls read, so that it stays while another thread has the pass forgotten.
-        use: of the pass; None where no cache keeps it.
+        num_scratch: bytes of scratch memory.
+        later: offsets in it of partial gradients of fetched keys and values that the caller has to send.
+        tables: the tables that the calls read; kept alive if another thread evicts the pass from its cache.
+        use: of the pass; None if no cache holds it.
     """
 
     def __init__(self, calls: StreamCalls, numbers: Mapping[str, int]) -> None:
@@ -89,7 +90,7 @@ class _Walk:
         self.use: Use | None = None
 
     def holds(self) -> bool:
-        """Whether it can be queued still."""
+        """Whether it is still valid."""
         if self.use is not None:
             self.use.note()
         return self.calls.hold()
@@ -110,31 +111,31 @@ def _attend_back(queue: Callable[..., None], addresses: Sequence[int], q: torch.
 _MOST_LAYOUTS = 64
 
 type Maker = Callable[[OneLaunch], tuple[_Walk | None, Any]]
-"""Makes the walk of a layout for any mask, and the pass that it is to be kept with. It refers to no walk, which is gone
-when the tables are that the calls read.
+"""Makes the walk of a layout for a mask, and the pass with which to cache it. Must not refer to a walk: walks live only
+as long as the tables that their calls read.
 """
 
 
 def new_makers() -> LruCache[tuple, Maker]:
-    """For `OneLaunch.makers`: those of the layouts used last, as strides and streams may be new in every call."""
+    """For `OneLaunch.makers`: an LRU cache by layout, as strides and streams may differ in every call."""
     return LruCache(0, _MOST_LAYOUTS)
 
 
 @dataclass(frozen=True, eq=False)
 class OneLaunch:
-    """What calls of a mask need that differ in addresses, and in strides of what autograd gives back.
+    """State of one mask, for calls that differ in addresses, and in strides of tensors returned by autograd.
 
     Attributes:
-        bands: over all keys, as `gated` numbers them; nothing may change them.
-        num_keys: that do not arrive.
-        makers: of walks, by layout; shared by all whose calls differ in the mask alone.
-        remote: brings keys; None where none arrive.
-        is_prepared: tables of the mask came with a plan, and go with it.
-        numbers: what the mask makes of a forward and of a backward, where that came with the plan.
-        walks: of both passes, by layout. Kept by the passes, which hold device memory and are forgotten when that is
-            too much; and by `kept`, with its pass, where that adds none or goes with the plan.
-        last_announced: what brings the keys for one layout, the implementation that does and its version: both passes
-            queue it, on one stream.
+        bands: over all keys, indexed as in `gated`; immutable.
+        num_keys: this rank's own keys.
+        makers: of walks, by layout; shared by masks whose calls are otherwise equal.
+        remote: fetches keys; None if no rank fetches any.
+        is_prepared: the tables of the mask belong to a prepared plan.
+        numbers: the mask's numbers for a forward and a backward, if they were prepared with the plan.
+        walks: of both passes, by layout. Held by the passes, which own device memory and may be evicted; and by `kept`,
+            with its pass, if that adds no memory or belongs to the plan.
+        last_announced: the fetching kernel for one layout, its implementation and version: both passes launch it, on
+            one stream.
     """
 
     bands: np.ndarray
@@ -161,8 +162,8 @@ class OneLaunch:
         options: AttnOptions,
         return_max_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """Output, lse and largest logits; None, on all ranks, where rows do not travel so that a kernel can wait, and
-        where that takes longer.
+        """Output, lse and largest logits; None, on all ranks, if rows cannot be fetched while a kernel waits for them,
+        or if that would be slower.
         """
         if self.remote is not None and not self.remote.forward_pays(k, v):
             return None
@@ -172,7 +173,7 @@ class OneLaunch:
             q, k, v = loadable(q), loadable(k), loadable(v)
             rows_k, rows_v = self._rows(k), self._rows(v)
         num_rows, num_heads, _ = q.shape
-        out = q.new_empty(num_rows, num_heads, v.shape[2])  # a shape in a tuple takes the host twice as long to read
+        out = q.new_empty(num_rows, num_heads, v.shape[2])  # passing the shape as a tuple takes twice the host time
         lse = q.new_empty(num_rows, num_heads, dtype=torch.float32)
         if sink is not None:
             sink = sink_lse(sink, torch.float32).expand(lse.shape)
@@ -183,7 +184,7 @@ class OneLaunch:
             )  # fmt: skip
         if walk is None:
             return None
-        # Tensor maps need an address where no key arrives, too.
+        # Tensor maps need a valid address even if no keys are fetched.
         scratch = q.new_empty(walk.num_scratch or _ALIGNMENT, dtype=torch.uint8) if self.remote is not None else None
         of_keys = rows_k.data_ptr(), rows_v.data_ptr(), 0 if scratch is None else scratch.data_ptr()
         max_logits, more = None, []
@@ -209,16 +210,16 @@ class OneLaunch:
         partial: torch.dtype,
         wants_delta: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """Gradients of q, in its dtype, and of k and v, in that which travels, and delta; None as in `forward`.
+        """Gradients of q, in its dtype, and of k and v, in dtype ``partial``, and delta; None as in `forward`.
 
         Args:
             dout: of any float dtype.
             qkv: q, k and v.
             out, lse: of the forward, ``lse`` fp32 ``[num_rows, num_heads]``.
             options: of the call.
-            partial: dtype of the parts that ranks have of gradients of k and v: those that travel, and this rank's own,
-                to which they are added, in fp32, and rounded once.
-            wants_delta: ``rowsum(dout * out)``, fp32 ``[num_rows, num_heads]``, is returned too.
+            partial: dtype of each rank's partial gradients of k and v, both those that are sent and this rank's own;
+                parts are summed in fp32 and rounded once.
+            wants_delta: also return ``rowsum(dout * out)``, fp32 ``[num_rows, num_heads]``.
         """
         q, k, v = qkv
         stream, dout = current_stream(q.device), in_dtype(dout, q.dtype)
@@ -259,7 +260,7 @@ class OneLaunch:
         return stream, wants_delta, *[t.stride() for t in tensors]
 
     def _direct(self, key: tuple, tensors: Sequence[torch.Tensor]) -> _Walk | None:
-        """The walk of a layout whose tensors are taken as they are, by all that is queued; None where none is known."""
+        """The known walk of a layout whose tensors all kernels read in place; None if there is none."""
         walk = self.walks.get(key)
         if walk is None or not walk.calls.form.is_direct or not walk.holds():
             return None
@@ -269,11 +270,11 @@ class OneLaunch:
         return None if bits % _TMA_ALIGNMENT else walk
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """What is published; where nothing is it need not lie in rows."""
+        """The tensor to publish; unchanged if nothing is published."""
         return x if self.remote is None else self.remote.published(x)
 
     def _known(self, key: tuple, make: Callable, tensors: Sequence[Any], *options: Any) -> _Walk | None:
-        """The walk of a layout, made where there is none or it does not hold any more."""
+        """The walk of a layout; made if there is none or it is no longer valid."""
         walk = self.walks.get(key)
         if walk is None or not walk.holds():
             maker = self.makers.get(key)
@@ -284,7 +285,7 @@ class OneLaunch:
         return walk
 
     def make(self, key: tuple, maker: Maker) -> _Walk | None:
-        """The walk of a layout, kept for calls."""
+        """Makes the walk of a layout and keeps it for calls."""
         walk, keeper = maker(self)
         if walk is not None:
             self.makers.put(key, maker, 0)
@@ -358,7 +359,7 @@ class OneLaunch:
             ends = [*back, *found.rest]
             if found.rest_is_apart and back and arriving.overlaps:
                 ends[0] = back[0].overlapping()
-            elif found.rest_is_apart:  # it would keep its SMs until the other ranks come
+            elif found.rest_is_apart:  # it would occupy its SMs until the other ranks arrive
                 ends = [*found.rest, *back]
             return [[*moving, *found.before, *found.keys, *ends]]
 
@@ -377,10 +378,10 @@ class OneLaunch:
         """A walk for these numbers.
 
         Args:
-            made: calls of other masks, by form; those that hold are copied.
+            made: calls of other masks, by form; valid ones are copied.
             form: of these.
-            mover: what moves rows; None where nothing does.
-            steps: makes them where there are none to copy.
+            mover: launches kernels that transfer rows; None if there are none.
+            steps: makes the steps if there are none to copy.
             slots: as `CallList` takes them.
             numbers: of the mask.
         """
@@ -391,11 +392,11 @@ class OneLaunch:
         return _Walk(calls, numbers)
 
     def _with_keys(self, *tensors: Layout) -> Iterator[Layout]:
-        """How tensors of keys of another mask lie for this one."""
+        """Layouts of key tensors of another mask, with this mask's number of keys."""
         return (t.with_rows(self.num_keys) for t in tensors)
 
     def _announced(self, k: Layout, v: Layout, stream: int) -> tuple[StepMover | None, Arriving | None]:
-        """What moves keys, and what it queues; None and None where no keys arrive, or not so."""
+        """The mover of keys and the kernel that it launches; None and None if no keys are fetched in this way."""
         if self.remote is None:
             return None, None
         form = stream, [(t.shape, t.stride(), t.dtype, t.data_ptr()) for t in (k, v)]
@@ -417,14 +418,12 @@ def _made(make: Callable, tensors: tuple, options: tuple, made: dict, one: OneLa
 
 
 def _are_same(tensors: Sequence[Layout], others: Sequence[Layout]) -> bool:
-    """Whether tensors are others, of which they are copies else, with other strides."""
+    """Whether the tensors are those of ``others``; else they are copies with other strides."""
     return all(a.stride() == b.stride() for a, b in zip(tensors, others, strict=True))
 
 
 def _later_numbers(count: int, rows: Mapping[str, Layout]) -> dict[str, int]:
-    """Of ``count`` keys that arrive: where in the memory of a call ``rows`` like those of tensors lie, by name, and how
-    much that is.
-    """
+    """Offsets, in the memory of a call, of ``count`` rows of each layout of ``rows``, by name, and the total size."""
     numbers, end = {"later.num_rows": count, "later.part_rows": part_rows(count)}, 0
     for name, like in rows.items():
         numbers[name] = end
@@ -433,10 +432,10 @@ def _later_numbers(count: int, rows: Mapping[str, Layout]) -> dict[str, int]:
 
 
 def _view(memory: torch.Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Rows in memory of bytes."""
+    """A view of byte memory at an offset."""
     return memory[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def backward_pays(dims: tuple[int, int]) -> bool:
-    """Whether the backward, too, is one launch where the forward is; ``dims``: of a head of q and k, and of v."""
+    """Whether the backward is one launch too if the forward is; ``dims``: head dims of q and k, and of v."""
     return dims in WHOLE_DIMS

@@ -30,7 +30,7 @@ _NUMBERS = ("numbers", ctypes.c_void_p)
 
 
 def _with_numbers(fields: list[tuple]) -> list[tuple]:
-    """Fields of a kernel that reads a mask's numbers from memory: at the end of its TilePlan, or of all."""
+    """Fields of a kernel that reads a mask's numbers from memory: their address ends its TilePlan, or the struct."""
     names = [name for name, _ in fields]
     at = names.index("step") + 1 if "step" in names else len(fields)
     return [*fields[:at], _NUMBERS, *fields[at:]]

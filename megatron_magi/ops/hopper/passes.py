@@ -1,4 +1,4 @@
-"""Which intervals of columns share a pass: a pass has columns close together and at most one interval a row."""
+"""Groups intervals of columns into passes: columns of a pass are close together, with at most one interval a row."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Dealt(NamedTuple):
     """Pieces and the passes they are in.
 
     Attributes:
-        pieces: int64 ``[n, 6]``, bands; those of one group are seen by one tile, those of one part of it by one pass.
+        pieces: int64 ``[n, 6]``, bands; a group is the pieces of one tile, a part of it those of one pass.
         group: int64 ``[n]``.
-        part: int64 ``[n]``, ascending with the columns where parts lie side by side.
+        part: int64 ``[n]``, ascending with the columns if parts do not overlap.
     """
 
     pieces: bd.IntArray
@@ -35,20 +35,20 @@ class Dealt(NamedTuple):
 def assign_passes(
     pieces: bd.IntArray, tile: bd.IntArray, block_n: int, align: int, pass_cost: float
 ) -> tuple[bd.IntArray, bd.IntArray, bd.IntArray]:
-    """Puts the pieces that tiles see into passes; a row's pieces that touch become one.
+    """Assigns the pieces of tiles to passes; adjacent pieces of a row are joined.
 
     Args:
-        pieces: int64 ``[n, 6]``, tight bands, none over the border of a tile; no two overlap.
+        pieces: int64 ``[n, 6]``, tight bands, none across a tile boundary; no two overlap.
         tile: int64 ``[n]``, the tile of each piece.
         block_n: columns of a block.
         align: first columns of passes are multiples of it.
-        pass_cost: of a pass in addition to its blocks, in blocks.
+        pass_cost: fixed cost of a pass, in blocks.
 
     Returns:
         ``(pieces, pass_of_piece, pass_tile)``: int64 ``[m, 6]``, sorted by (pass, first row); int64 ``[m]``; int64
-        ``[num_passes]``. Passes ascend with the tile, and by columns within it where they lie side by side.
+        ``[num_passes]``. Passes ascend with the tile, and within it by columns if they do not overlap.
     """
-    # Apart by less than half a block, two runs of blocks mostly cost as much as one.
+    # Two runs of blocks less than half a block apart mostly cost as much as one.
     group = _components(_reach(pieces, block_n), tile)
     order = np.lexsort((pieces[:, bd.Q0], group))
     dealt = Dealt(pieces, group, np.zeros_like(group)).where(order)
@@ -73,7 +73,7 @@ def _firsts(*keys: bd.IntArray) -> bd.IntArray:
 
 
 def _reach(pieces: bd.IntArray, block_n: int) -> bd.IntArray:
-    """Columns of each piece with those behind them that would be computed for nothing at little cost."""
+    """Columns of each piece, extended by a gap that is cheap to compute needlessly."""
     return np.stack([pieces[:, bd.K0], pieces[:, bd.K1] + block_n // 2], axis=1)
 
 
@@ -95,7 +95,7 @@ def _clashing_groups(dealt: Dealt) -> NDArray[np.bool_]:
 
 
 def _deal(dealt: Dealt, block_n: int, align: int, pass_cost: float) -> Dealt:
-    """Deals groups with several intervals a row to several parts each, where joining them leaves several."""
+    """Divides groups that have several intervals in a row, even after joining, into parts."""
     dealt, gaps = _join_rows(dealt)
     if not len(gaps):
         return dealt
@@ -114,9 +114,9 @@ def _join_rows(dealt: Dealt) -> tuple[Dealt, bd.IntArray]:
     """Joins, row by row, the pieces of each group that touch.
 
     Returns:
-        ``(dealt, gaps)``. Pieces over as many rows as have the same borders. Gaps are int64 ``[num_gaps, 3]``: a
-        group, and between which columns some rows of it see nothing, for the gaps between intervals of one row.
-        They lie within ``[gap[1], gap[2])``, or around it if rows' gaps have no column in common (``gap[1] > gap[2]``).
+        ``(dealt, gaps)``. Pieces extend over as many rows as have the same boundaries. Gaps are int64
+        ``[num_gaps, 3]``: a group, and the columns that lie between two intervals in all of its rows with this gap:
+        ``[gap[1], gap[2])``; ``gap[1] > gap[2]`` if the gaps of these rows have no column in common.
     """
     index, first, last, segment = _row_segments(dealt)
     group = dealt.group[index]
@@ -124,7 +124,7 @@ def _join_rows(dealt: Dealt) -> tuple[Dealt, bd.IntArray]:
     order = np.lexsort((left[0, 0], segment))
     index, first, last, segment, group = (x[order] for x in (index, first, last, segment, group))
     (begin, begin_last), (end, end_last) = left[:, :, order]
-    # Within a segment borders of pieces are straight lines, so what touches at both ends touches in all rows.
+    # Within a segment boundaries are straight lines, so pieces adjacent in its first and last row are adjacent in all.
     same = segment[1:] == segment[:-1]
     joins = same & (end[:-1] == begin[1:]) & (end_last[:-1] == begin_last[1:])
     parted = np.flatnonzero(same & ~joins)
@@ -136,7 +136,7 @@ def _join_rows(dealt: Dealt) -> tuple[Dealt, bd.IntArray]:
 
 
 def _row_segments(dealt: Dealt) -> tuple[bd.IntArray, bd.IntArray, bd.IntArray, bd.IntArray]:
-    """Cuts the pieces of each group at each other's first and last rows, and where diagonals begin or end.
+    """Cuts the pieces of each group at each other's first and last rows, and where diagonals start or end.
 
     Returns:
         ``(index, first, last, segment)``, int64 ``[m]`` each: a piece, its first and its last row in a segment, and
@@ -154,7 +154,7 @@ def _row_segments(dealt: Dealt) -> tuple[bd.IntArray, bd.IntArray, bd.IntArray, 
 def _stack_rows(
     pieces: bd.IntArray, left: bd.IntArray, right: bd.IntArray, first: bd.IntArray, past: bd.IntArray
 ) -> tuple[bd.IntArray, bd.IntArray]:
-    """Bands from the left border of one piece to the right border of another, over all rows where both are the same.
+    """Bands from the left boundary of one piece to the right one of another, over all rows where both are unchanged.
 
     Args:
         pieces: int64 ``[n, 6]``.
@@ -180,7 +180,7 @@ def _cuts(gaps: bd.IntArray, dealt: Dealt, block_n: int, align: int) -> tuple[bd
 
     Returns:
         ``(cuts, cuttable)``: int64 ``[num_cuts, 2]``, group and column, ascending; of each group, whether its gaps
-        can be reached by straight cuts.
+        can be cut at single columns.
     """
     num_groups = int(dealt.group.max()) + 1
     cuttable = np.ones(num_groups, dtype=bool)
@@ -221,14 +221,14 @@ def _cut_columns(dealt: Dealt, cuts: bd.IntArray) -> Dealt:
 
 
 def _layer(dealt: Dealt, block_n: int) -> Dealt:
-    """Deals the pieces of each group to layers that share no row, and apart again what is not close within a layer."""
+    """Divides the pieces of each group into layers without shared rows, and layers into parts of close columns."""
     dealt = dealt.where(np.lexsort((dealt.pieces[:, bd.K0], dealt.pieces[:, bd.Q0], dealt.group)))
     layer = _layers(dealt.pieces, dealt.group)
     return dealt._replace(part=_components(_reach(dealt.pieces, block_n), layer))
 
 
 def _layers(pieces: bd.IntArray, group: bd.IntArray) -> bd.IntArray:
-    """Splits each group into layers without shared rows: first fit, as few layers as can be.
+    """Divides each group into the fewest layers without shared rows (first fit).
 
     Returns:
         For each piece a layer number; numbers ascend with the group.

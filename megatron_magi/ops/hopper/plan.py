@@ -1,4 +1,4 @@
-"""Tile plans, made once for a mask and kept: on the CPU, and on the device."""
+"""Tile plans on the CPU and on the device, made once for a mask and cached."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ from megatron_magi.upload import upload
 _MAX_PLANS = 256
 _MAX_BYTES = 256 << 20  # of device memory
 _plans: LruCache[tuple, DevicePlan] = LruCache(_MAX_BYTES, _MAX_PLANS)
-_prepared: WeakValueDictionary[tuple, DevicePlan] = WeakValueDictionary()  # what was made ahead, while its batch lives
+_prepared: WeakValueDictionary[tuple, DevicePlan] = (
+    WeakValueDictionary()
+)  # plans of prepared batches, as long as these live
 _digests: FrozenMemo[bytes] = FrozenMemo()
 _facts: LruCache[bytes, MaskFacts] = LruCache(0, _MAX_PLANS)
 
 
 class ChangingMask(Protocol):
-    """A mask that changes while its tables keep their place in device memory, see `static_plan`.
+    """A mask that changes while its tables stay at fixed addresses in device memory, see `static_plan`.
 
     Attributes:
-        digest: identifies this object, whatever its mask is at the time.
-        facts: facts that kernels are chosen by.
+        digest: identifies this object, independent of its current mask.
+        facts: used to choose kernels.
     """
 
     digest: bytes
@@ -48,22 +50,22 @@ class ChangingMask(Protocol):
 
 
 class StaticBands(np.ndarray):
-    """Stands for the bands of a mask that changes; as an array it is one band over all rows and keys.
+    """Represents the bands of a mask that changes; as an array it is one band over all rows and keys.
 
     Attributes:
-        mask: whose tables are read; None in arrays that are made of this one.
+        mask: the mask whose tables are read; None in arrays derived from this one.
     """
 
     mask: Any = None  # a ChangingMask
 
 
 def is_static(bands: np.ndarray) -> TypeGuard[StaticBands]:
-    """Whether ``bands`` stands for a mask that changes."""
+    """Whether ``bands`` represents a mask that changes."""
     return isinstance(bands, StaticBands) and bands.mask is not None
 
 
 ScheduleKey = tuple[int, int, int, int, bool]
-"""What a schedule depends on: the arguments of `HostPlan.schedule`."""
+"""Arguments of `HostPlan.schedule`, on which a schedule depends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +78,9 @@ class HostPlan:
         table: int32, the tables of tiles, passes and bounds one after the other.
         offsets: where these begin in ``table``, bytes.
         step: columns from one block to the next.
-        heads_inner: visit a block for all query heads of a group before the next block, not head by head.
-        long_tile: blocks of a tile that is long, see `schedule.long_tile`.
-        packed: query heads counted as one, see `packed_heads`; they share a tile of queries, or a block of them.
+        heads_inner: process each block for all query heads of a group before the next block, not head by head.
+        long_tile: blocks from which on a tile is long, see `schedule.long_tile`.
+        packed: query heads that count as one, see `packed_heads`; they share a tile or a block of queries.
         arriving: see `Tiling`.
     """
 
@@ -118,7 +120,7 @@ class HostPlan:
     def schedule(self, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool = False) -> Schedule:
         """Items of the backward in one kernel; see `schedule.make_schedule`."""
         long_tile = self.long_tile
-        if group == 1 and max_split:  # head by head no sums of dk and dv are added
+        if group == 1 and max_split:  # the items of one head need no sums of dk and dv
             long_tile = min(long_tile, tuning.LONG_BLOCKS_UNEVEN)
         made = hopper_schedule.make_schedule(
             self.starts, self.costs, heads_kv, group, num_sms,
@@ -131,11 +133,11 @@ class HostPlan:
 
 
 class Ready(NamedTuple):
-    """When tables that were copied on a stream are there.
+    """Completion of a copy of tables to the device.
 
     Attributes:
-        event: recorded on the stream behind the copy.
-        stream: raw handle; work on this stream needs to wait for nothing, and keeps the memory by its order alone.
+        event: recorded on the stream after the copy.
+        stream: raw handle; work on this stream needs no event, and stream order keeps the memory valid for it.
     """
 
     event: torch.cuda.Event
@@ -149,8 +151,8 @@ class DevicePlan:
     Attributes:
         host: the same on the CPU, without its table.
         memory: int32 tensor that holds all tables.
-        ready: when the tables are there; None if they are.
-        charged_bytes: device memory that this plan keeps alive, where that is more than ``memory``.
+        ready: completion of their copy; None if complete.
+        charged_bytes: device memory that this plan keeps alive, if more than ``memory``.
         splits: results of `group_splits`.
         schedules: results of `schedule_of`.
     """
@@ -174,20 +176,20 @@ class DevicePlan:
         """Further parameters of a launch.
 
         Args:
-            busy: tiles that see nothing are left out.
-            second: it takes the second counter, see `support.work_counter`.
-            schedule: by which it works; None where its items are tiles.
+            busy: without tiles that see nothing.
+            second: use the second counter, see `support.work_counter`.
+            schedule: its work items; None if they are tiles.
         """
         del busy, second, schedule
         return {}
 
     def hold_for_stream(self) -> None:
-        """Makes the current stream wait for the tables, and keeps their memory until work queued on it is done.
+        """Makes the current stream wait for the tables, and keeps their memory until work queued on it is complete.
 
         The host may be several masks ahead of the device, on several streams.
 
         Raises:
-            RuntimeError: a graph captures the stream: it would read the tables after they are dropped.
+            RuntimeError: the stream is being captured: the graph would read the tables after they are freed.
         """
         if not self.memory.is_cuda:
             return
@@ -226,7 +228,7 @@ class DevicePlan:
 
     @property
     def packed(self) -> int:
-        """Query heads counted as one."""
+        """Query heads that count as one."""
         return self.host.packed
 
     @property
@@ -246,8 +248,8 @@ class DeviceSchedule:
 
     Attributes:
         items: int32 ``[num_items, 4]``.
-        num_split: tiles whose query heads are split.
-        ready: when the items are there; None if they are.
+        num_split: tiles that are split by query head.
+        ready: completion of their copy; None if complete.
     """
 
     items: Tensor
@@ -260,11 +262,11 @@ class Tiling(NamedTuple):
 
     Attributes:
         is_backward: tiles of keys over blocks of queries, of the transposed mask; else of queries over blocks of keys.
-            Queries of packed heads are then rows of one head, in turns: row i is query i / packed of head i % packed.
-        num_rows: queries, or keys, that tiles are made of.
+            Packed heads have interleaved rows: row i is query i / packed of head i % packed.
+        num_rows: queries, or keys, that are divided into tiles.
         shape: size of a tile (of queries: rows times packed heads, 64 to a warpgroup), and of a block.
         packed: query heads that share a tile or block.
-        arriving: where keys arrive while the kernel runs: the arguments of `tiles.local_first`.
+        arriving: if keys are fetched while the kernel runs: the arguments of `tiles.local_first`.
     """
 
     is_backward: bool
@@ -306,7 +308,7 @@ def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> 
 
 
 def content_digest(bands: np.ndarray) -> bytes:
-    """Digest of a table; remembered for tables that cannot be written to."""
+    """Digest of a table; cached for read-only tables."""
     if is_static(bands):
         return bands.mask.digest
     digest = _digests.get(bands)
@@ -317,7 +319,7 @@ def content_digest(bands: np.ndarray) -> bytes:
 
 
 def mask_facts(bands: np.ndarray) -> MaskFacts:
-    """Facts of a mask, remembered."""
+    """Facts of a mask, cached."""
     if is_static(bands):
         return bands.mask.facts
     digest = content_digest(bands)
@@ -338,19 +340,19 @@ def _intervals(bands: np.ndarray) -> float:
     def total(ranges: np.ndarray) -> int:
         return int((ranges[:, 1] - ranges[:, 0]).sum())
 
-    # Keys of which an interval ends where another begins are in both, and counted once in their union.
+    # Keys at which one interval ends and another starts are in both, and count once in their union.
     seen = total(bd.merge_ranges(keys)[0])
     return (total(both) - total(keys)) / max(1, seen)
 
 
 def remember(bands: np.ndarray, digest: bytes, facts: MaskFacts) -> None:
-    """Keeps what is known of a table that cannot be written to."""
+    """Caches digest and facts of a read-only table."""
     _digests.put(bands, digest)
     _facts.put(digest, facts, 0)
 
 
 def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> DevicePlan:
-    """The plan of a mask on a device, made unless it is kept."""
+    """The plan of a mask on a device, from the cache or made."""
     if is_static(bands):
         return bands.mask.plan(tiling)
     key = (content_digest(bands), tiling, device.index)
@@ -363,10 +365,10 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
 
 
 def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> DevicePlan:
-    """Lets `device_plan` find a plan that was made ahead, for a mask with this digest.
+    """Registers a prepared plan with `device_plan`, for a mask with this digest.
 
-    It is found as long as the caller keeps what this returns: the plan, or one that was found before, to which missing
-    schedules are added.
+    It is found as long as the caller keeps the returned object alive: this plan, or one that is already registered, to
+    which missing schedules are added.
     """
     known = _prepared.setdefault((digest, tiling, plan.memory.device.index), plan)
     for key, schedule in plan.schedules.items():
@@ -382,7 +384,7 @@ def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_sp
 def schedule_of(
     plan: DevicePlan, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool
 ) -> DeviceSchedule:
-    """Items of the backward in one kernel, made unless they are kept; see `HostPlan.schedule`."""
+    """Items of the backward in one kernel, from the cache or made; see `HostPlan.schedule`."""
     key = schedule_key(plan.host, heads_kv, group, num_sms, max_split, narrow)
     if key not in plan.schedules:
         plan.schedules[key] = plan.make_schedule(key)
@@ -390,9 +392,9 @@ def schedule_of(
 
 
 def group_splits(plan: DevicePlan, num_heads_kv: int, group: int, num_sms: int) -> int:
-    """Parts that the query heads of a group are dealt to in the backward in parts, so that no SM idles.
+    """Splits of the query heads of a group in the backward in parts, so that no SM idles.
 
-    Parts of a group add their dk and dv in fp32, so a group is split only for a gain.
+    Parts of a group add their dk and dv in fp32, so a group is split only if that is faster.
     """
     key = (num_heads_kv, group, num_sms)
     if key not in plan.splits:

@@ -1,7 +1,7 @@
-"""Tables of a mask for the Hopper kernels, made on the CPU before there are tensors, or a GPU.
+"""Tables of a mask for the Hopper kernels, made on the CPU, without tensors or a GPU.
 
-What a call would make of a mask when it first sees it is made here from the same choices and found by the call under
-the same name. A call that needs another table than was prepared makes it itself.
+The tables that a call would make for a new mask are made here by the same choices and registered under the same keys.
+A call that needs a table that was not prepared makes it itself.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class BackwardUse:
     Attributes:
         deterministic: bitwise repeatable results.
         num_sms: streaming multiprocessors that it may use.
-        rooms: for each way in which it may be called, the bytes of dq if sums can lie there until dq is written, which
-            is so where dq is not added to; else None.
+        rooms: for each way in which it may be called, the size of dq in bytes if its memory can hold sums until dq is
+            written, that is, if dq is not added to; else None.
     """
 
     deterministic: bool
@@ -55,7 +55,7 @@ class BackwardUse:
 
 
 class PassShapes(NamedTuple):
-    """Shapes of a forward and a backward in one launch each; no backward where that runs in stages."""
+    """Shapes of a forward and a backward in one launch each; no backward if it runs in stages."""
 
     forward: PassShape
     backward: PassShape | None
@@ -63,7 +63,7 @@ class PassShapes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskTables:
-    """What both passes over one mask need on a device, apart from the arrays; made by `make_tables`.
+    """Descriptions of the tables of both passes over one mask, without the arrays; made by `make_tables`.
 
     Attributes:
         digest, facts: of the mask.
@@ -80,19 +80,19 @@ class MaskTables:
 
     @property
     def num_arrays(self) -> int:
-        """Arrays that go to the device."""
+        """Number of arrays that are copied to the device."""
         return len(self.plans) + len(self.schedules)
 
     def keep(
         self, bands: np.ndarray, tensors: Sequence[Tensor], ready: Ready | None, plan_bytes: int
     ) -> list[DevicePlan]:
-        """Lets calls find the tables, and returns what the caller has to keep for as long as they are to be found.
+        """Registers the tables for calls; they are found as long as the caller keeps the returned objects.
 
         Args:
-            bands: the mask; nothing may change it.
+            bands: the mask; immutable.
             tensors: the arrays of `make_tables` on the device.
-            ready: when they are there; None if they are.
-            plan_bytes: of device memory that each plan keeps alive.
+            ready: completion of their copy; None if complete.
+            plan_bytes: device memory that each plan keeps alive.
         """
         hopper_plan.remember(bands, self.digest, self.facts)
         left = iter(tensors)
@@ -128,14 +128,13 @@ def make_tables(
     Args:
         bands: int64 ``[n, 6]``.
         problem: shape of the passes.
-        backward: how the backward will be called; None where there is none.
-        planner: ``native`` plans tiles in C++, ``python`` in numpy, with equal results; ``auto`` in C++ where it is
-            built.
-        facts: what kernels are chosen by; the mask's own when None.
-        shapes: of the passes, if they are to be one launch each.
+        backward: how the backward will be called; None if there is none.
+        planner: ``native`` plans tiles in C++, ``python`` in numpy, with equal results; ``auto`` in C++ if it is built.
+        facts: used to choose kernels; the mask's own when None.
+        shapes: of the passes, if each is one launch.
 
     Returns:
-        ``(tables, arrays)``: the arrays are to be copied to the device, and then given to `MaskTables.keep`.
+        ``(tables, arrays)``: copy the arrays to the device, then pass them to `MaskTables.keep`.
     """
     digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands) if facts is None else facts
     if not problem.num_rows or not problem.num_keys:
@@ -164,10 +163,10 @@ def make_tables(
 def make_gated_tables(
     bands: np.ndarray, shapes: PassShapes, backward: BackwardUse | None, planner: str = "auto"
 ) -> tuple[MaskTables, list[np.ndarray]]:
-    """`make_tables` of passes in which keys arrive; none where none do on this rank.
+    """`make_tables` of passes with fetched keys; no tables if this rank fetches none.
 
     Args:
-        bands: over keys numbered as in `gated`.
+        bands: over keys indexed as in `gated`.
         shapes: of the passes.
         backward, planner: as in `make_tables`.
     """
@@ -208,7 +207,7 @@ def _schedules(
     use: BackwardUse,
     splits: Sequence[int],
 ) -> list[tuple[Tiling, tuple, Schedule]]:
-    """Schedules of the kernel for dk and dv: one for each of ``splits`` (`most_split`) that leads to another one."""
+    """Schedules of the kernel for dk and dv: one for each distinct result of ``splits`` (`most_split`)."""
     group = problem.group // choice.packed
     keys = [
         hopper_plan.schedule_key(plan, problem.num_heads_kv, group, use.num_sms, split, problem.is_narrow)

@@ -1,14 +1,15 @@
-"""The order in which the backward kernel works: a list of items, each a tile of keys and one or all query heads, or a
-part of the queries of one.
+"""Work items of the backward kernel and their order: a tile of keys with one or all query heads, or with some query
+blocks of one head. SMs take items in this order (persistent scheduling with an atomic counter).
 
-Long tiles are worked on head by head: those of one query head together, so that they read the same queries, and add to
-the same gradients of queries, while these are in the L2 cache; each adds its part of dk and dv to sums, for which there
-is room for so many tiles; those for which there is none follow each other key head by key head. The longest are worked
-on in pieces, of all tiles the first before the second: else more queries would be in use than the cache keeps. Tiles
-that are not split, for want of room or as they are short, take all query heads of a key head at once, and write dk and
-dv themselves. Where dq is added, and query heads share key heads, they follow each other key head by key head: SMs
-drift apart, and neighbouring tiles of one key head, which share queries, should still begin one right after the other.
-Where all do so and dq is not added, what counts is that no SM is left with a long one at the end.
+- Long tiles are split by query head. Items of one query head are adjacent, so that they read the same queries and add
+  to the same dq while these are in the L2 cache. Each adds its part of dk and dv to fp32 sums, whose memory limits the
+  number of split tiles; long tiles beyond it are ordered by key head.
+- The longest tiles are also cut into pieces of query blocks; first pieces of all tiles precede second pieces, as more
+  queries would otherwise be in use than the L2 cache holds.
+- Tiles that are not split process all query heads of a key head and write dk and dv themselves. If dq is accumulated in
+  memory and query heads share key heads, they are ordered by key head: adjacent tiles of a key head share queries and
+  should start close together, although SMs drift apart.
+- If no tile is split and dq is not accumulated, items are ordered for balance alone, so that no long item runs last.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from numpy.typing import NDArray
 
 from megatron_magi.ops.hopper import tuning
 
-_QUERIES, _SLACK = 64, 208  # queries of a block; so far apart tiles of one document may seem to end
+_QUERIES, _SLACK = 64, 208  # queries of a block; tolerance in columns for where tiles of one document end
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Items in the order of work.
+    """Work items in the order in which they start.
 
     Attributes:
-        items: int32 ``[num_items, 4]``: tile; first query head and 65536 times the number of query heads; of the blocks
-            of the tile the first, and how many, 0 for all.
-        num_split: tiles, the first so many, whose items have one query head of several each.
+        items: int32 ``[num_items, 4]``: tile; first query head | number of query heads << 16; first query block, and
+            number of query blocks, 0 for all.
+        num_split: the first ``num_split`` tiles are split by query head.
     """
 
     items: NDArray[np.int32]
@@ -41,7 +42,7 @@ class Schedule:
 
 
 class _Work(NamedTuple):
-    """What is dealt into items: arguments of `make_schedule`."""
+    """What is divided into items: arguments of `make_schedule`."""
 
     starts: np.ndarray
     costs: np.ndarray
@@ -59,11 +60,11 @@ class _Division(NamedTuple):
     """How tiles are divided.
 
     Attributes:
-        num_long: tiles, the first so many, that are long.
-        num_split: of them, the first so many whose query heads are split.
-        width: query heads of an item of a tile that is split.
+        num_long: the first ``num_long`` tiles are long.
+        num_split: the first ``num_split`` of them are split by query head.
+        width: query heads of an item of a split tile.
         piece: blocks of a piece, see `_piece`.
-        documents: those whose tiles are worked on in `_sections`.
+        documents: tiles of the documents that are processed in `_sections`.
     """
 
     num_long: int
@@ -74,12 +75,12 @@ class _Division(NamedTuple):
 
 
 def differ_in_length(starts: float, ends: float) -> bool:
-    """Whether neighbouring tiles, so many columns apart where they begin and end, differ in their number of blocks."""
+    """Whether adjacent tiles, whose starts and ends are this many columns apart, differ in their number of blocks."""
     return min(starts, ends) < tuning.SMALL_DRIFT_COLUMNS < max(starts, ends)
 
 
 def long_tile(starts: float, ends: float) -> int:
-    """Blocks of a long tile, where neighbouring ones are so many columns apart where they begin and where they end."""
+    """Blocks from which on a tile is long, if starts and ends of adjacent tiles are this many columns apart."""
     if differ_in_length(starts, ends):
         return tuning.LONG_BLOCKS_UNEVEN
     return tuning.LONG_BLOCKS if min(starts, ends) < tuning.SMALL_DRIFT_COLUMNS else tuning.LONG_BLOCKS_MOVING
@@ -89,18 +90,18 @@ def make_schedule(
     starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, *, max_split: int, long_tile: int,
     narrow: bool = False,
 ) -> Schedule:  # fmt: skip
-    """Deals the tiles and heads of a backward pass into items.
+    """Divides the tiles and heads of a backward pass into work items.
 
     Args:
         starts: ``[num_tiles]``, first key of each tile of a plan of the transposed mask.
         costs: ``[num_tiles]``, its blocks, in the order of the plan, by decreasing cost.
         heads_kv: key heads.
         group: query heads of a key head.
-        num_sms: SMs that take the items in their order.
-        max_split: most tiles whose query heads may be split; 0 also says that dq is not added in memory, so that less
-            is lost where those that share queries are not near each other.
-        long_tile: blocks of a tile that is long.
-        narrow: heads of 64, for which a causal mask of one document is not worked on in parts.
+        num_sms: SMs that take the items in order.
+        max_split: most tiles that may be split by query head; 0 also means that dq is not accumulated in memory, so
+            that locality matters less.
+        long_tile: blocks from which on a tile is long.
+        narrow: head dim 64, for which a causal mask of one document is not divided into sections.
     """
     assert heads_kv * group < 1 << 16 and group < 1 << 15
     work = _Work(starts, costs, heads_kv, group, num_sms)
@@ -114,13 +115,13 @@ def make_schedule(
 
 
 def local_first(schedule: Schedule, costs: np.ndarray, group: int, is_own: np.ndarray, lead: int) -> Schedule:
-    """Moves items to the front whose keys are there when the kernel begins.
+    """Moves items of this rank's own keys, which need not wait, to the front.
 
     Args:
         costs: as in `make_schedule`.
         group: likewise.
-        is_own: bool ``[num_tiles]``, of the tiles whose keys are there.
-        lead: blocks of items that are to be in front.
+        is_own: bool ``[num_tiles]``, tiles of own keys.
+        lead: total blocks of the items to move to the front.
     """
     own = is_own[schedule.items[:, 0]]
     work = np.where(own, _item_costs(schedule.items, costs, group), 0)
@@ -129,7 +130,7 @@ def local_first(schedule: Schedule, costs: np.ndarray, group: int, is_own: np.nd
 
 
 def _near_schedule(work: _Work, max_split: int, long_tile: int, narrow: bool) -> Schedule:
-    """Items in an order in which those that share queries are near each other."""
+    """Items ordered for locality: those that share queries are close together."""
     starts, costs, heads_kv, group, num_sms = work
     width = 1 if max_split else group
     most = max_split if width < group else len(costs)
@@ -160,16 +161,16 @@ def _near_schedule(work: _Work, max_split: int, long_tile: int, narrow: bool) ->
 
 
 def _num_long(costs: np.ndarray, least: int) -> int:
-    """Tiles before the first that has less than so many blocks."""
+    """Number of tiles of at least ``least`` blocks."""
     less = np.flatnonzero(costs < least)
     return int(less[0]) if len(less) else len(costs)
 
 
 def _piece(costs: np.ndarray, heads: int, long_tile: int, in_sections: bool) -> int:
-    """Blocks of a piece, 0 where no tile is cut.
+    """Blocks of a piece; 0 if no tile is cut.
 
-    They are cut where neighbours walk over the same queries; later where these are as many, and they walk in step, and
-    where so few are worked on together that the cache keeps what they read.
+    Tiles are cut if adjacent ones iterate over the same queries; only longer ones if they have the same number of
+    blocks, hence run in step, or if so few run together that the L2 cache holds what they read.
     """
     limits = {tuning.LONG_BLOCKS_UNEVEN: 5 * tuning.PIECE_BLOCKS // 4, tuning.LONG_BLOCKS: tuning.MOST_BLOCKS_IN_STEP}
     limit = tuning.MOST_BLOCKS_IN_STEP if in_sections else limits.get(long_tile, np.inf)
@@ -179,7 +180,7 @@ def _piece(costs: np.ndarray, heads: int, long_tile: int, in_sections: bool) -> 
 
 
 def _schedule(work: _Work, division: _Division) -> Schedule:
-    """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by falling cost."""
+    """Adjacent tiles follow each other, as they share queries; the last items are sorted by decreasing cost."""
     starts, costs, heads_kv, group, num_sms = work
     num_long, num_split, width, piece, documents = division
     place = np.argsort(starts, kind="stable")
@@ -210,7 +211,7 @@ def _schedule(work: _Work, division: _Division) -> Schedule:
 
 
 def _documents(tiles: np.ndarray, starts: np.ndarray, costs: np.ndarray) -> list[np.ndarray]:
-    """Tiles of each causal document, in the order of their place; empty where not all tiles are of such."""
+    """Tiles of each causal document, in order of position; empty unless all tiles belong to causal documents."""
     ends, borders, first = (starts[tiles] + _QUERIES * costs[tiles]).tolist(), [], 0
     for i, start in enumerate(starts[tiles].tolist()):
         if abs(ends[i] - ends[first]) > _SLACK:
@@ -222,7 +223,7 @@ def _documents(tiles: np.ndarray, starts: np.ndarray, costs: np.ndarray) -> list
 
 
 def _sections(documents: list[np.ndarray], costs: np.ndarray) -> list[np.ndarray]:
-    """Documents that have tiles, long ones in equal parts, by decreasing cost."""
+    """Documents with tiles, long ones divided into equal sections, by decreasing cost."""
     runs = [
         run
         for tiles in documents
@@ -241,7 +242,7 @@ def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
 
 
 def _pieces(tiles: np.ndarray, costs: np.ndarray, width: int, piece: int) -> np.ndarray:
-    """Items of the first query heads, piece after piece; the last of a tile is up to a quarter longer."""
+    """Items of the first query heads, first pieces before second ones; a last piece may be a quarter longer."""
     count, found = np.maximum(1, (costs[tiles] - piece // 4 - 1) // piece + 1), []
     for i in range(count.max(initial=1)):
         some, is_last = tiles[count > i], count[count > i] == i + 1
@@ -273,21 +274,21 @@ def _cut_last(items: np.ndarray, costs: np.ndarray, num_sms: int) -> np.ndarray:
 
 
 def _heads_together(costs: np.ndarray, heads: int, num_sms: int) -> int:
-    """Heads, or groups, that are worked on together at the end, so that no SM is left with a long tile alone."""
+    """Heads, or groups, that are processed together at the end, so that no SM has a long tile left alone."""
     if not len(costs):
         return 0
     return min(heads, -(-2 * int(costs[0]) * num_sms // int(costs.sum())))
 
 
 def _item_costs(items: np.ndarray, costs: np.ndarray, group: int) -> list[int]:
-    """Cost of each item, in blocks: its own, and what it takes in addition to them."""
+    """Cost of each item, in blocks: its blocks and its fixed cost."""
     heads = items[:, 1] >> 16
     blocks = np.where(items[:, 3] > 0, items[:, 3], costs[items[:, 0]])
     return (blocks * heads + np.where(heads < group, tuning.PART_COST_BLOCKS, tuning.ITEM_COST_BLOCKS)).tolist()
 
 
 def _makespan(costs: Iterable[int], num_sms: int) -> int:
-    """When the last SM is done, if each takes the next item whenever it is free."""
+    """Makespan in blocks if each SM takes the next item when it is free."""
     busy = [0] * max(1, num_sms)
     for cost in costs:
         heapq.heapreplace(busy, busy[0] + cost)
@@ -295,7 +296,7 @@ def _makespan(costs: Iterable[int], num_sms: int) -> int:
 
 
 def best_splits(costs: Sequence[int] | np.ndarray, num_heads_kv: int, group: int, num_sms: int) -> int:
-    """Parts that the query heads of a group are dealt to in the backward in parts; ``costs``: blocks of each tile."""
+    """Splits of the query heads of a group in the backward in parts; ``costs``: blocks of each tile."""
     costs, num_sms = np.asarray(costs).tolist(), max(1, num_sms)
     best, shortest = 1, float("inf")
     for splits in (n for n in range(1, group + 1) if group % n == 0):

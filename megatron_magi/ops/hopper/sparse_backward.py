@@ -1,9 +1,9 @@
 """Backward of sparse attention on Hopper GPUs.
 
-Of blocks of 128 keys all gradients may come from one kernel along lists of queries, in which dq is added to fp32 sums.
-Else, and where results have to repeat bit by bit, dq is computed tile by tile along lists of keys, and dk and dv of
-blocks by that kernel without dq. Of single keys dk and dv, too, are added to fp32 sums, in no fixed order, or to sums
-of integers, which need none.
+For blocks of 128 keys one kernel may compute all gradients along lists of queries, with dq accumulated in fp32 sums.
+Otherwise, and in deterministic mode, dq is computed by tiles along lists of keys, and dk and dv of blocks by that
+kernel without dq. For single keys dk and dv are also accumulated, in fp32 in no fixed order, or in fixed point, where
+the order does not matter.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v and dout."""
 
-_UNIT = 16  # places, of the sums of dq
-_TEAMS = {64: 2, 128: 1}  # of the kernel along lists of queries, by keys of a block
+_UNIT = 16  # places of a piece of the sums of dq
+_TEAMS = {64: 2, 128: 1}  # teams of the kernel along lists of queries, by keys of a block
 _LEAST_STEPS, _SUM_HEADS = {64: 32, 128: 64}, 2  # of parts of long lists, by keys of a block
 _LEAST_STEPS_OF_FEW = 4  # of parts of few lists
 _ZEROING_BLOCKS = 2048
@@ -41,15 +41,15 @@ _FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes i
 
 @dataclass(frozen=True)
 class _Rows:
-    """How queries lie for the kernel along lists of queries: query heads in packs, whose rows share tiles.
+    """Layout of queries for the kernel along lists of queries: query heads in packs, whose rows share tiles.
 
     Attributes:
         q_block: queries of a block.
         heads, packs: query heads of a pack, packs of all query heads.
-        stats_block, stats_rows: rows of statistics for each block of queries, which so begins at a multiple of 16
-            bytes; and of a pack, with one tile more than there are, for what the last tile reads behind the last row.
+        stats_block, stats_rows: rows of statistics of a block of queries, padded to a multiple of 16 bytes; and of a
+            pack, with one more tile, for reads of the last tile after the last row.
         block_units, units: units of 16 places of sums of dq, of a block of queries and of a pack; the last tile may
-            add zeros behind its own.
+            add zeros after its own.
     """
 
     q_block: int
@@ -66,7 +66,7 @@ class _Rows:
 
 
 def _rows_of(q: Tensor, k: Tensor, q_block: int) -> _Rows:
-    """Of the queries q, in blocks of ``q_block``."""
+    """The layout of queries q in blocks of ``q_block``."""
     num_rows, num_heads, _ = q.shape
     heads, blocks = kernels.heads_of_tile(num_heads // k.shape[1], 2), num_blocks(num_rows, q_block)
     aligned = max(1, 4 // heads)  # rows of 16 bytes
@@ -79,13 +79,13 @@ def _rows_of(q: Tensor, k: Tensor, q_block: int) -> _Rows:
 
 @dataclass(frozen=True)
 class _Parts:
-    """How the kernel along lists of queries cuts these into parts.
+    """Parts of lists in the kernel along lists of queries.
 
     Attributes:
-        count: parts at most.
+        count: most parts of a list.
         window: blocks of queries of a part.
-        least_steps: of a part, on average; shorter lists have fewer parts.
-        sum_heads: key heads whose sums have places of their own while they wait for the next part.
+        least_steps: average steps of a part, at least; shorter lists have fewer parts.
+        sum_heads: key heads that have their own memory for partial sums.
     """
 
     count: int = 1
@@ -95,8 +95,8 @@ class _Parts:
 
 
 def _parts_of(q: Tensor, k: Tensor, pattern: SparsePattern, rows: _Rows) -> _Parts:
-    """One part for so many bytes that a key head reads, or, of few lists, one for each team of warpgroups; but no more
-    than the longest list that there may be has steps for.
+    """The number of parts: by the bytes that a key head reads, or for few lists one for each team of warpgroups;
+    limited by the steps of the longest possible list.
     """
     heads_kv, teams = k.shape[1], sm_count(q.device) * _TEAMS[pattern.k_block]
     of_bytes = num_blocks(4 * q.numel() // heads_kv, tuning.SPARSE_PART_BYTES)
@@ -105,7 +105,7 @@ def _parts_of(q: Tensor, k: Tensor, pattern: SparsePattern, rows: _Rows) -> _Par
     least = _LEAST_STEPS_OF_FEW if few else _LEAST_STEPS[pattern.k_block]
     entries = pattern.tensors[-1]
     num_lists = pattern.num_lists if entries.ndim == 3 else 1
-    # A mask names a block of keys once for each block of queries; entries of lists may all name the same.
+    # A mask has a block of keys once for each block of queries; entries of lists may all be the same.
     longest = entries.shape[1] if pattern.is_mask else entries.numel() // num_lists
     steps = rows.packs // heads_kv * num_blocks(pattern.q_block * rows.heads, kernels.PIECE)
     blocks = num_blocks(q.shape[0], pattern.q_block)
@@ -115,8 +115,8 @@ def _parts_of(q: Tensor, k: Tensor, pattern: SparsePattern, rows: _Rows) -> _Par
 
 
 def may_add_dq(q: Tensor, k: Tensor, pattern: SparsePattern) -> bool:
-    """Whether one kernel computes all gradients, and is faster: of blocks of 128 keys, where blocks of queries fill its
-    tiles and the sums of dq to which SMs add at a time, a key head's, stay in the L2 cache.
+    """Whether one kernel can compute all gradients and is faster: for blocks of 128 keys, if blocks of queries fill its
+    tiles and the sums of dq of a key head stay in the L2 cache.
     """
     group = q.shape[1] // k.shape[1]
     fills = kernels.heads_of_tile(group, 2) * pattern.q_block >= kernels.PIECE
@@ -134,7 +134,7 @@ def backward_by_tiles(
     softmax_scale: float,
     deterministic: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """``(dq, (dk, dv))`` of q, k, v, dout, which TMA can load; of a pattern of blocks ``(dq, None)``."""
+    """``(dq, (dk, dv))`` of q, k, v, dout, which TMA can load; for a pattern of blocks ``(dq, None)``."""
     q, k, v, _ = tensors
     (num_rows, num_heads, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
     stream, indexed = current_stream(q.device), pattern.k_block == 1
@@ -174,10 +174,10 @@ def backward_by_tiles(
 
 
 def _fixed_scales(tensors: Tensors, delta: Tensor) -> Tensor:
-    """Scales of integer sums of dk and dv, powers of two, which no sum can make overflow; fp32 ``[2]``.
+    """Scales of fixed-point sums of dk and dv, powers of two for which no sum can overflow; fp32 ``[2]``.
 
-    Weights are at most 1 and dS at most ``|dout| |v| + |delta|``. Where a tensor is not finite the scales are not,
-    or 0, and so the gradients are not finite.
+    Probabilities are at most 1 and dS at most ``|dout| |v| + |delta|``. If a tensor is not finite, neither are the
+    scales (or they are 0), so that the gradients are not finite either.
     """
     q, _, v, dout = tensors
     longest = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).amax() for t in (dout, v)]
@@ -197,7 +197,7 @@ def backward_by_keys(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """``(dq, dk, dv)`` of q, k, v, dout, which TMA can load, and a pattern of blocks; dq is None unless ``adds_dq``.
 
-    ``lists_of_rows``: the lists of the pattern, which a mask does without.
+    ``lists_of_rows``: the lists of the pattern; not used for a mask.
     """
     q, k, v, _ = tensors
     (num_rows, _, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
@@ -206,11 +206,11 @@ def backward_by_keys(
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
     pieces = num_blocks(num_keys, pattern.k_block)
     parts = _Parts() if adds_dq else _parts_of(q, k, pattern, rows)
-    # Tiles of 64 keys whose dk and dv wait for the next part, and four counts of each.
+    # Memory for dk and dv of tiles of 64 keys that wait for the next part, and four counters of each.
     waiting = parts.sum_heads * pieces * pattern.k_block // kernels.PIECE
     part_sums = torch.empty(2 * waiting * kernels.PIECE * dim, dtype=torch.float32, device=q.device)
     num_sums = rows.packs * rows.units * _UNIT * dim if adds_dq else 4 * waiting
-    sums = torch.empty(num_sums, dtype=torch.float32, device=q.device)  # of dq; else the parts that are done
+    sums = torch.empty(num_sums, dtype=torch.float32, device=q.device)  # of dq; else counters of finished parts
     stats = _packed_stats(lse, delta, rows, sums, stream)
 
     def make() -> Launch:
@@ -241,7 +241,7 @@ def backward_by_keys(
 
 
 def _boxes(tensors: Tensors) -> tuple[tuple[Tensor, int] | tuple[Tensor, int, int], ...]:
-    """What is loaded at once of q, k, v, dout: the tensor, rows, and heads."""
+    """TMA boxes of q, k, v, dout: the tensor, rows, and heads."""
     q, k, v, dout = tensors
     group = q.shape[1] // k.shape[1]
     return kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group)
@@ -281,7 +281,7 @@ def _packed_stats(lse: Tensor, delta: Tensor, rows: _Rows, sums: Tensor, stream:
 
 
 def _finished_dq(sums: Tensor, q: Tensor, rows: _Rows, softmax_scale: float, stream: int) -> Tensor:
-    """dq of its sums as the kernel has them."""
+    """dq from its sums."""
     num_rows, _, dim = q.shape
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
@@ -304,7 +304,7 @@ def _finished_dq(sums: Tensor, q: Tensor, rows: _Rows, softmax_scale: float, str
 def _finished(
     sums: Tensor, scales: Tensor | None, k: Tensor, v: Tensor, softmax_scale: float, stream: int
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv of their sums ``[2, num_heads_kv, sum_rows, head_dim]`` as the kernel has them; scales of integers."""
+    """dk and dv from their sums ``[2, num_heads_kv, sum_rows, head_dim]``, with scales if these are fixed-point."""
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
     num_keys, heads, dim = k.shape
 

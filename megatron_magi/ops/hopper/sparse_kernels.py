@@ -1,4 +1,4 @@
-"""The sparse Hopper kernels by what they are compiled for, and how queries are cut into their tiles."""
+"""The sparse Hopper kernels by compile-time parameters, and their tiles of queries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: i
 
 
 def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
-    """Backward of single keys: dq, and sums of dk and dv; ``fixed``: as integers."""
+    """Backward of single keys: dq, and sums of dk and dv; ``fixed``: in fixed point."""
     defines = f"HEAD_DIM={dim}", f"FIXED={int(fixed)}", element(dtype)
     # q and dout, two stages of k and v; twice P and dS
     shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 2048
@@ -51,7 +51,7 @@ def backward_queries_kernel(device: torch.device, dtype: torch.dtype, dim: int) 
 
 
 def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int, k_block: int, adds_dq: bool) -> Kernel:
-    """Backward: dk and dv of blocks of so many keys, by lists of queries; with ``adds_dq`` sums of dq, of 128 keys."""
+    """Backward: dk and dv by lists of queries; with ``adds_dq``, for blocks of 128 keys, also sums of dq."""
     # Of blocks of 64 keys two teams of one warpgroup, else one team of two; stages of q and dout together.
     teams, stages = (2, 5) if k_block == PIECE else (1, 6 if adds_dq else 8)
     shared = teams * 2 * dim * (2 * k_block + stages * PIECE)
@@ -68,7 +68,7 @@ def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ())
 
 
 def finish_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
-    """Turns sums of dk and dv, integers if ``fixed``, into gradients."""
+    """Converts sums of dk and dv, fixed-point if ``fixed``, to gradients."""
     return small_kernel(device, "sparse_finish", (f"HEAD_DIM={dim}", f"FIXED={int(fixed)}", element(dtype)))
 
 
@@ -83,19 +83,19 @@ def forward_groups(group: int, q_block: int) -> int:
 
 
 def readable(t: Tensor) -> Tensor:
-    """The tensor as TMA and threads that gather its rows can read it, which have 32 bits for a stride."""
+    """The tensor, or a copy that TMA and gathering threads, which use 32-bit strides, can read."""
     t = loadable(t)
     return t if t.stride(0) < 1 << 31 else t.contiguous()
 
 
 def query_box(t: Tensor, group: int) -> tuple[Tensor, int, int]:
-    """What is loaded of a tensor of queries at once: the tensor, rows and heads."""
+    """TMA box of a tensor of queries: the tensor, rows and heads."""
     heads = heads_of_tile(group, 1)
     return t, PIECE // heads, heads
 
 
 def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, groups: int = 2) -> SparseTiles:
-    """The tiles of queries, and what a kernel has to know of the pattern beside its lists."""
+    """The tiles of queries, and the parameters of the pattern except its lists."""
     num_rows, heads_kv = q.shape[0], k.shape[1]
     group = q.shape[1] // heads_kv
     heads = heads_of_tile(group, groups)
@@ -109,6 +109,6 @@ def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, groups: int = 2) -> 
         num_rows=num_rows, num_keys=k.shape[0],
         reach=k.shape[0] - num_rows + 1 if pattern.causal else BEHIND_ALL,
         log2_heads=heads.bit_length() - 1,
-        # Where keys and values exceed the L2 cache, SMs that share many of their keys begin together.
+        # If keys and values exceed the L2 cache, tiles that share many keys start together on all SMs.
         long_list=k.shape[0] // 64 if k.shape[0] * 2 * k.shape[2] * k.element_size() > tuning.L2_BYTES else BEHIND_ALL,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Lists of keys, or of queries, as the sparse kernels read them: made and turned around on the device alone."""
+"""Lists of keys, or of queries, for the sparse kernels: made and transposed on the device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _COLUMNS_OF_BLOCK, _SLICES, _MOST_CHUNKS_OF_SLICE = 8, 32, 17  # as in sparse_tu
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """Numbers of blocks or of tokens, int32.
+    """Lists of indices of blocks or of tokens, int32.
 
     Attributes:
         entries: ``[lists, rows, width]`` with contiguous rows, or with offsets ``[n]``.
-        counts: ``[lists, rows]``, how long each is; None: as long as the rows of ``entries``.
+        counts: ``[lists, rows]``, length of each; None: the width of ``entries``.
         offsets: ``[lists, rows + 1]``, or one after another.
     """
 
@@ -34,7 +34,7 @@ class Lists:
     offsets: Tensor | None = None
 
     def point(self, tiles: SparseTiles, counter: Tensor) -> None:
-        """Sets the addresses of the lists, and of the counter by which tiles are dealt out."""
+        """Sets the addresses of the lists, and of the counter of the persistent scheduler."""
         tiles.counter = counter.data_ptr()
         tiles.entries = self.entries.data_ptr()
         tiles.width = tiles.num_entries = self.entries.shape[-1]
@@ -55,7 +55,7 @@ def lists_of(pattern: SparsePattern) -> Lists:
     entries = pattern.tensors[-1]
     if entries.ndim == 1:
         _check_count(entries.shape[0])
-    if entries.dtype != torch.int32:  # what is too large stays behind the last
+    if entries.dtype != torch.int32:  # clamped, so that invalid entries stay invalid
         entries = entries.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
     if entries.stride(-1) != 1:
         entries = entries.contiguous()
@@ -69,7 +69,7 @@ def _check_count(num_entries: int) -> None:
 
 
 def lists_of_mask(mask: Tensor) -> Lists:
-    """Columns that are set in each row of a mask, bool ``[lists, rows, columns]`` of any strides, in rising order."""
+    """Columns that are set in each row of a mask, bool ``[lists, rows, columns]`` of any strides, ascending."""
     lists, rows, columns = mask.shape
     made = Lists(
         torch.empty((lists, rows, columns), dtype=torch.int32, device=mask.device),
@@ -93,9 +93,9 @@ def lists_of_mask(mask: Tensor) -> Lists:
 
 
 def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int, num_keys: int) -> Lists:
-    """For each block of keys the blocks of queries that see it, in rising order, as often as they list it.
+    """For each block of keys the blocks of queries that see it, ascending, with multiplicity.
 
-    ``lists``: `lists_of` the pattern; None of a mask.
+    ``lists``: `lists_of` the pattern; None for a mask.
 
     Raises:
         ValueError: places in the lists would not fit into 32 bits.

@@ -1,9 +1,9 @@
-"""Masks whose tables change in device memory while their place stays: for launches that a CUDA graph has captured.
+"""Masks whose tables change in place in device memory, for launches captured in a CUDA graph.
 
-A captured launch keeps its parameters. So tables lie in memory with room for masks of more tiles than the first, and
-numbers that depend on the mask, such as that of tiles, are read from memory too (`mask_numbers.cuh` of the kernels).
-`load` brings another mask: copies on the device, of tables that are there as for any call. Kernels and tile shapes are
-those of the first mask: they are right for every mask, and fast for masks like it.
+A captured launch keeps its parameters. So tables are in buffers with room for more tiles than the first mask has, and
+numbers that depend on the mask, such as the number of tiles, are also read from memory (`mask_numbers.cuh`). Loading
+another mask copies its tables, which are prepared as for any call, on the device. Kernels and tile shapes are those of
+the first mask: correct for every mask, and fast for similar ones.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner")
 _NUMBERS_WORDS = 8
 _MOST_NUMBERS = 256
 _SPARE_TILES = 64
-"""Room in addition to what the first mask has, times the headroom: small masks differ by more."""
+"""Extra tiles, in addition to the headroom, as small masks differ more."""
 
 
 class StaticMemory:
-    """Numbers of masks on a device, and counters of the launches that read them.
+    """Numbers of masks on a device, and work counters of the launches that read them.
 
-    Launches of one memory follow each other: a graph, or graphs that are replayed on one stream.
+    Launches of one memory must not overlap: one graph, or graphs that are replayed on one stream.
 
     Args:
         device: of the launches.
@@ -49,7 +49,7 @@ class StaticMemory:
         self._num_used = 0
 
     def take(self) -> int:
-        """A place for the numbers of a launch."""
+        """Allocates a place for the numbers of a launch."""
         if self._num_used == _MOST_NUMBERS:
             raise RuntimeError(
                 f"one StaticMemory has numbers of {_MOST_NUMBERS} launches; use another for further masks"
@@ -77,17 +77,17 @@ class StaticMemory:
 
 
 Table = tuple[Tensor, Tensor]
-"""A table of a mask, and the memory that it is copied to, which may be longer."""
+"""A table of a mask, and the buffer that it is copied to, which may be longer."""
 
 
 @dataclass(frozen=True, eq=False)
 class _StaticPlan(DevicePlan):
-    """Tables with room for other masks'.
+    """Tables with room for those of other masks.
 
     Attributes:
         tiling: of the tiles.
-        mask: whose tables they are.
-        numbers: places of the numbers for all tiles, and for those that see something.
+        mask: the mask to which they belong.
+        numbers: places of the numbers for all tiles, and for tiles that see something.
         of_schedule: likewise of schedules, by their key.
     """
 
@@ -98,7 +98,7 @@ class _StaticPlan(DevicePlan):
     of_schedule: dict[tuple, int] = field(default_factory=dict)
 
     def hold_for_stream(self) -> None:
-        """Nothing: tables are loaded on the stream that reads them, and live as long as this."""
+        """Does nothing: tables are loaded on the stream that reads them, and live as long as this object."""
 
     def fields(self, *, busy: bool = False, second: bool = False, schedule: DeviceSchedule | None = None):
         place = self.numbers[busy]
@@ -116,19 +116,18 @@ class _StaticPlan(DevicePlan):
 
 
 class StaticMask:
-    """A mask whose tables are at places that stay.
+    """A mask whose tables are at fixed addresses.
 
-    Launches with `bands` read them. Kernels, and the tables that they need, are found out by the first calls, before a
-    graph is captured.
+    Launches with `bands` read them. The first calls, before a graph is captured, determine kernels and tables.
 
     Args:
-        samples: bands, int64 ``[n, 6]``, and number of keys of masks for which there is to be room. Kernels are
-            chosen for the first that sees a key.
-        num_rows: of every mask.
-        most_keys: of every mask; what keys from a mask's number on get as gradients is anything.
+        samples: bands, int64 ``[n, 6]``, and number of keys of masks that must fit. Kernels are chosen for the first
+            with a visible pair.
+        num_rows: rows of every mask.
+        most_keys: most keys of a mask; gradients of keys that a mask does not have are undefined.
         device: of the tables.
         memory: for numbers.
-        headroom: how many times the longest tables of these masks there is room for, at least 1.
+        headroom: capacity as a multiple of the longest tables of these masks, at least 1.
 
     Attributes:
         digest, facts: see `hopper_plan.ChangingMask`.
@@ -153,7 +152,7 @@ class StaticMask:
         self._plans: dict[Tiling, _StaticPlan] = {}
 
     def as_bands(self) -> StaticBands:
-        """The bands that stand for this mask in calls; they keep it alive."""
+        """The bands that represent this mask in calls; they keep it alive."""
         num_rows, num_keys = self._shape
         everything = [[0, num_rows, 0, num_keys, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]]
         bands = np.array(everything, dtype=np.int64).view(StaticBands)
@@ -162,7 +161,7 @@ class StaticMask:
         return bands
 
     def plan(self, tiling: Tiling) -> DevicePlan:
-        """The tables of a tiling; made when they are first asked for, which is not while a graph is captured."""
+        """The tables of a tiling; made on first use, which must not be during capture."""
         if tiling not in self._plans:
             refuse_capture(self._device)
             source = self._source(tiling, *self._now)
@@ -199,7 +198,7 @@ class StaticMask:
         return None
 
     def take(self, bands: np.ndarray, num_keys: int) -> list[Table]:
-        """Sets the numbers of a mask for which there is room; what is to be copied for it."""
+        """Sets the numbers of a mask that fits; returns the tables to copy."""
         self._now = bands, num_keys
         tables = []
         for plan, source in self._pairs(bands, num_keys):
@@ -214,7 +213,7 @@ class StaticMask:
         return [self._source(tiling, *sample) for sample in self._samples]
 
     def _source(self, tiling: Tiling, bands: np.ndarray, num_keys: int) -> DevicePlan:
-        """The plan to be copied to the place of a tiling; its tiles of keys are of the keys that the mask has."""
+        """The plan to copy to the tables of a tiling; its tiles of keys cover the keys of the mask."""
         if tiling.is_backward:
             tiling = tiling._replace(num_rows=max(num_keys, 1))
         return hopper_plan.device_plan(bands, tiling, self._device)
@@ -244,7 +243,7 @@ def refuse_capture(device: torch.device) -> None:
 
 
 def copy(tables: Sequence[Table]) -> None:
-    """Queues the copies on the current stream: one launch or two for all of a dtype."""
+    """Copies the tables on the current stream, in one or two launches for each dtype."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for source, target in tables:
         if length := source.shape[0]:
@@ -267,7 +266,7 @@ def _lengths(plan: DevicePlan) -> tuple[int, int, int]:
 
 
 def _with_room(sources: Sequence[DevicePlan], tiling: Tiling, headroom: float) -> tuple[HostPlan, Tensor]:
-    """Memory for tables like these and more of them, and a plan on the host."""
+    """Allocates tables with headroom over these, and makes a plan on the host."""
     host = sources[0].host
     most_tiles = math.ceil(max(source.host.num_tiles for source in sources) * headroom) + _SPARE_TILES
     passes = max(_lengths(source)[1] // 8 for source in sources)

@@ -1,4 +1,4 @@
-"""Lists of calls on one stream. Some may move rows between ranks."""
+"""Lists of calls on one stream, possibly with kernels that transfer rows between ranks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from megatron_magi.ops.hopper.support import stream_lock
 
 
 class StepMover(Protocol):
-    """What moves rows between ranks by steps of lists, which it queues in an order of its own."""
+    """Launches lists of calls that contain its kernels, which transfer rows between ranks, and orders these."""
 
     def version(self) -> tuple:
-        """Another one when steps no longer hold."""
+        """Changes when steps become invalid."""
 
     def queue(self, calls: CallList, raw: int, *addresses: int) -> None:
-        """Queues a list on the current stream, whose handle is ``raw``."""
+        """Launches a list on the current stream, whose handle is ``raw``."""
 
 
 class CallsForm(NamedTuple):
-    """What lists of calls of different masks have in common.
+    """Properties common to lists of calls of different masks.
 
     Attributes:
-        device, stream: where they are queued; the stream's raw handle.
-        fetches: keys arrive.
-        is_direct: keys and values are published from where attention reads them.
-        is_empty: this rank has no rows; the calls move those of others, there and in a second list back.
-        left: partial gradients of fetched keys are left to be sent.
+        device, stream: where they are launched; the stream's raw handle.
+        fetches: keys are fetched.
+        is_direct: keys and values are published from the tensors that attention reads, without a copy.
+        is_empty: this rank has no rows; the calls only take part in the communication, the way back in a second list.
+        left: the caller has to send the partial gradients of fetched keys.
         kernels: the form of the pass, if this rank has rows.
     """
 
@@ -44,7 +44,7 @@ class CallsForm(NamedTuple):
 
 
 def brought(steps: Sequence[Step]) -> dict[str, int]:
-    """Numbers of the mask that steps bring."""
+    """The mask's numbers that come with steps."""
     return {name: number for step in steps for name, number in step.numbers.items()}
 
 
@@ -52,9 +52,9 @@ class StreamCalls:
     """Lists of calls.
 
     Args:
-        form: how they are queued.
-        mover: by which they move rows; None where they move none.
-        lists: steps of each; numbers of a mask in them are set by `like`.
+        form: how they are launched.
+        mover: launches kernels that transfer rows; None if there are none.
+        lists: steps of each; `like` sets the numbers of a mask in them.
         slots: as `CallList` takes them.
 
     Attributes:
@@ -68,26 +68,26 @@ class StreamCalls:
         self._begin(form, mover, [CallList(steps, slots, form.stream, lock) for steps in lists])
 
     def _begin(self, form: CallsForm, mover: StepMover | None, lists: list[CallList]) -> None:
-        # Not kept alive: with the group goes memory that other ranks have mapped.
+        # A weak reference: the group owns memory that other ranks have mapped.
         self._mover = None if mover is None else ref(mover)
         self._version = None if mover is None else mover.version()
         self.form, self._lists = form, lists
 
     def like(self, mover: StepMover | None, numbers: Mapping[str, int]) -> StreamCalls:
-        """The same of a mask with these numbers."""
+        """A copy for a mask with these numbers."""
         made = object.__new__(StreamCalls)
         made._begin(self.form, mover, [calls.with_numbers(numbers) for calls in self._lists])
         return made
 
     def hold(self) -> bool:
-        """Whether they can be queued still."""
+        """Whether they are still valid."""
         if self._mover is None:
             return True
         mover = self._mover()
         return mover is not None and mover.version() == self._version
 
     def queue(self, *addresses: int, part: int = 0) -> None:
-        """Queues one of the lists."""
+        """Launches one of the lists."""
         if self._mover is None:
             self._lists[part].queue(*addresses)
         else:

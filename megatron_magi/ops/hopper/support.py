@@ -1,4 +1,4 @@
-"""What the forward and backward passes on Hopper GPUs share."""
+"""Helpers of the forward and backward passes on Hopper GPUs: support checks, streams, counters, tensor maps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megatron_magi.ops.options import AttnOptions
 
 LOG2_E = 1.4426950408889634
 COUNTER_BYTES = 128
-"""A cache line: two words of it are used."""
+"""A cache line, of which two words are used."""
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def loadable(t: Tensor) -> Tensor:
-    """The tensor as TMA can read it: itself, or a contiguous copy."""
+    """The tensor if TMA can load it, else a contiguous copy."""
     return t if fits_tensor_map(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype; one that has it costs the host nothing."""
+    """The tensor in a dtype; no host work if it already has it."""
     return t if t.dtype == dtype else t.to(dtype)
 
 
@@ -73,31 +73,31 @@ def sm_count(device: torch.device) -> int:
 
 
 def grid_size(device: torch.device, num_items: int, sm_margin: int) -> int:
-    """Blocks of a kernel that deals items to itself."""
+    """Grid of a persistent kernel."""
     return max(1, min(num_items, sm_count(device) - sm_margin))
 
 
 def may_overlap(options: AttnOptions) -> bool:
-    """Whether blocks of a kernel may start while the one before ends: not with a margin of SMs, which they would occupy
-    while they wait.
+    """Whether a kernel is launched as a programmatic dependent: not with an SM margin, whose SMs its blocks would
+    occupy while they wait.
     """
     return not options.sm_margin
 
 
 def current_stream(device: torch.device) -> int:
-    """Raw handle of the stream that torch queues on; what `torch.cuda.current_stream` wraps, which takes longer."""
+    """Raw handle of torch's current stream; faster than `torch.cuda.current_stream`."""
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 @cache
 def stream_lock(device: torch.device, stream: int) -> threading.Lock:
-    """Held while kernels are queued of which one counts on what is right before it on the stream."""
+    """Held while kernels are launched of which one depends on being right after the other on the stream."""
     return threading.Lock()
 
 
 def launch_counter(device: torch.device, stream: int) -> Tensor:
-    """The `work_counter` of a stream; for what a graph captures one of its own, which the graph sets to zero: graphs
-    may be replayed in any order, and at the same time.
+    """The `work_counter` of a stream. While capturing, a new one, which the graph sets to zero: graphs may be replayed
+    in any order and concurrently.
     """
     if is_capturing(device):
         return torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
@@ -106,8 +106,8 @@ def launch_counter(device: torch.device, stream: int) -> Tensor:
 
 @cache
 def work_counter(device: torch.device, stream: int) -> Tensor:
-    """Two counters of a stream, `COUNTER_BYTES` each: kernels of one stream follow each other, and each leaves the one
-    it takes at zero. The kernel for dq, which overlaps with the one before it, takes the second.
+    """Two counters of a stream, `COUNTER_BYTES` each, for persistent scheduling. Kernels of one stream run one after
+    the other, and each resets its counter to zero. The kernel for dq, which overlaps another one, uses the second.
     """
     return torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
 
@@ -123,10 +123,10 @@ def seen_rows(bands: np.ndarray) -> tuple[int, int]:
 
 
 def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Parameters by which a kernel over tiles of rows orders its work.
+    """Parameters by which a kernel over query tiles orders its work.
 
-    Heads that share a tile are counted as one. Heads that are worked on at the same time are whole groups whose keys
-    and values fit in the L2 cache; SMs that go through more blocks than fit begin together.
+    Packed heads count as one. A section of heads is whole groups whose keys and values fit in the L2 cache; tiles with
+    more blocks than fit start together on all SMs (keep_together).
     """
     num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
     together = heads_together(k.shape[0], num_kv, row_bytes)

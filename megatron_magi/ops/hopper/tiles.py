@@ -1,10 +1,10 @@
-"""Tile plans: what the Hopper kernels need to know of a mask.
+"""Tile plans: the description of a mask that the Hopper kernels read.
 
 A kernel computes tiles of at most ``block_m`` rows. The mask of a tile is a list of *passes*; a pass is a
 run of blocks of ``block_n`` columns and, for each row of the tile, one interval of columns that it sees.
-Rows whose columns lie close together share a pass, so many short documents in one tile cost one
-block, not one each. A row with several intervals takes part in several passes (`passes.py`). Neither tiles nor
-blocks are aligned: tiles begin where documents do, and a pass with its first visible column.
+Rows whose columns are close together share a pass, so many short documents in one tile cost one
+block, not one each. A row with several intervals is in several passes (`passes.py`). Neither tiles nor
+blocks are aligned: tiles start at document boundaries, and a pass starts at its first visible column.
 
 The forward plan has queries as rows and keys as columns; the backward plan is the same function
 of the transposed mask.
@@ -26,13 +26,13 @@ from megatron_magi.ops.hopper.passes import assign_passes
 Int32Array = NDArray[np.int32]
 
 EVERYTHING = 1 << 30
-"""Past-the-last column of rows behind the end of a tile, whose results nobody reads."""
+"""Past-the-last column of rows after the end of a tile, whose results are not used."""
 
 GAP = 256
-"""Numbers between own columns and those that arrive while a kernel runs: more than a block, so that none has both."""
+"""Gap in indices between own and fetched columns: more than a block, so that no block has both."""
 
 UNIT = 16
-"""Columns that a backward kernel adds gradients of together: those of one warp."""
+"""Columns whose gradients a warp of a backward kernel adds together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class TilePlan:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are computed, over all tiles."""
+        """Computed blocks of all tiles."""
         return int(self.passes[:, 1].sum())
 
 
@@ -85,11 +85,11 @@ def plan_tiles(
         block_m: most rows of a tile.
         block_n: columns of a block.
         align: first columns of passes are multiples of it.
-        hide_tail: rows behind the end of a tile see nothing, for kernels that add what they compute of them to the
-            results of other rows; else they see everything, so that no block needs a mask for their sake.
-        parts: of a tile, up to three, whose fully visible blocks are known apart: each warpgroup has one. Where there
-            are fewer the first follow again.
-        packed: heads that a block is of, and takes as many times longer; see `pack_columns`.
+        hide_tail: rows after the end of a tile see nothing, for kernels in which they contribute to results of other
+            rows; else they see everything, so that no block has to be masked because of them.
+        parts: of a tile, up to three, one for each warpgroup, whose fully visible blocks are recorded separately. If
+            there are fewer, the first ones are repeated.
+        packed: heads of a block, which multiply its cost; see `pack_columns`.
     """
     assert bands[:, bd.K1].max(initial=0) <= EVERYTHING
     bands = _join_columns(bd.tighten(bands))
@@ -126,22 +126,22 @@ def descending(plan: TilePlan) -> TilePlan:
 
 
 def local_first(plan: TilePlan, first: int, num_arriving: int, late: int, lead: int) -> TilePlan:
-    """Moves tiles to the front that need not wait for columns which arrive while the kernel runs.
+    """Moves tiles that do not have to wait for fetched columns to the front.
 
-    Columns arrive in their order, and a tile visits its passes in order, so those whose columns are there come first.
+    Columns arrive in ascending order and a tile visits its passes in order, so passes over own columns come first.
 
     Args:
         plan: by decreasing cost.
-        first: first column that arrives.
-        num_arriving: how many do.
+        first: first fetched column.
+        num_arriving: number of fetched columns.
         late: blocks that an SM computes until all have arrived.
-        lead: blocks of tiles that all SMs compute meanwhile.
+        lead: blocks that all SMs together compute in this time.
     """
     needs = _first_needed(plan, first, num_arriving, late)
     by_need = np.argsort(needs, kind="stable")
     by_need = by_need[plan.costs[by_need] > 0].tolist()
     front: list[int] = []
-    there: list[int] = []  # whose columns have arrived, the longest, which has the least number, first
+    there: list[int] = []  # tiles whose columns have arrived, the longest, with the lowest index, first
     done, at = 0, 0
     while done < lead and at < len(by_need):  # at the end the rest of them are in their order already
         while at < len(by_need) and needs[by_need[at]] * lead <= done * late:
@@ -157,7 +157,7 @@ def local_first(plan: TilePlan, first: int, num_arriving: int, late: int, lead: 
 
 
 def _first_needed(plan: TilePlan, first: int, num_arriving: int, late: int) -> np.ndarray:
-    """When each tile can begin and need not wait, in blocks of an SM, float64 ``[num_tiles]``."""
+    """Earliest start of each tile without waiting, in blocks of an SM, float64 ``[num_tiles]``."""
     begin, past = plan.tiles[:, 1].astype(np.int64), plan.tiles[:, 2].astype(np.int64)
     tile, index = bd.expand(begin, past - begin)
     column, blocks = (plan.passes[index, i].astype(np.int64) for i in (0, 1))
@@ -171,7 +171,7 @@ def _first_needed(plan: TilePlan, first: int, num_arriving: int, late: int) -> n
 
 
 def side_by_side(own: TilePlan, arriving: TilePlan, first: int) -> TilePlan:
-    """Tiles of two plans by decreasing cost; rows of the second are numbered from ``first`` on."""
+    """Tiles of two plans by decreasing cost; rows of the second have indices from ``first`` on."""
     more = arriving.tiles + np.array([first, len(own.passes), len(own.passes), 0], dtype=np.int32)
     tiles, costs = np.concatenate([own.tiles, more]), np.concatenate([own.costs, arriving.costs])
     order = np.argsort(-costs, kind="stable")
@@ -185,7 +185,7 @@ def side_by_side(own: TilePlan, arriving: TilePlan, first: int) -> TilePlan:
 
 
 def pack_columns(plan: TilePlan, packed: int) -> TilePlan:
-    """The plan of a mask that has each column so many times in a row."""
+    """The plan of the mask with each column repeated ``packed`` times."""
     passes = plan.passes.copy()
     passes[:, 0] *= packed
     sizes = {"block_n": plan.block_n * packed, "step": plan.step * packed}
@@ -193,7 +193,7 @@ def pack_columns(plan: TilePlan, packed: int) -> TilePlan:
 
 
 def drift(plan: TilePlan) -> tuple[float, float]:
-    """How far apart neighbouring tiles begin, and end, in columns: medians over tiles that see columns in common."""
+    """Distance in columns of starts, and of ends, of adjacent tiles: medians over tiles with columns in common."""
     tiles = plan.tiles[np.argsort(plan.tiles[:, 0])]
     tiles = tiles[tiles[:, 1] < tiles[:, 2]]
     first = plan.passes[tiles[:, 1], 0]
@@ -206,20 +206,20 @@ def drift(plan: TilePlan) -> tuple[float, float]:
 
 
 def _pieces(bands: bd.IntArray, starts: bd.IntArray, num_rows: int) -> tuple[bd.IntArray, bd.IntArray]:
-    """Bands cut at tile borders, each as small as it can be, and their tiles."""
+    """Bands cut at tile boundaries, made tight, and their tiles."""
     pieces, tile = bd.cut_rows(bands, np.append(starts, num_rows))
     pieces, index = bd.tighten_with_index(pieces)
     return pieces, tile[index]
 
 
 def _join_columns(bands: bd.IntArray) -> bd.IntArray:
-    """Joins rectangles of the same rows whose columns touch: fewer intervals a row."""
+    """Joins rectangles of the same rows with adjacent columns, for fewer intervals a row."""
     if len(bands) < 2:
         return bands
     order = np.lexsort((bands[:, bd.K0], bands[:, bd.Q1], bands[:, bd.Q0]))
     b = bands[order]
     same = (b[1:, bd.Q0] == b[:-1, bd.Q0]) & (b[1:, bd.Q1] == b[:-1, bd.Q1]) & (b[1:, bd.K0] == b[:-1, bd.K1])
-    # The border between two pieces is straight: the left one has no right diagonal and so on.
+    # The boundary between two pieces is vertical: the left one has no diagonal on the right, and vice versa.
     joins = same & (b[:-1, bd.D_HI] == bd.NO_DIAGONAL) & (b[1:, bd.D_LO] == -bd.NO_DIAGONAL)
     if not joins.any():
         return bands
@@ -240,13 +240,13 @@ def _fill_bounds(
         pieces: int64 ``[n, 6]``, sorted by (pass, first row).
         pass_of_piece, pass_tile: int64 ``[n]`` and ``[num_passes]``.
         tiles: int32 ``[num_tiles, 4]``, see `TilePlan`.
-        past: past-the-last column of rows behind the end of a tile.
+        past: past-the-last column of rows after the end of a tile.
     """
     num_passes = len(pass_tile)
     origin = pass_of_piece * block_m - tiles[pass_tile[pass_of_piece], 0]  # from rows to rows of the flat result
     begin, end = pieces[:, bd.Q0] + origin, pieces[:, bd.Q1] + origin
-    # The flat result is runs of equal rows: for each piece those before it and its own, behind the last piece of
-    # a pass those to the end of the tile and those behind it.
+    # The flat result is runs of equal rows: for each piece the rows before it and its own; after the last piece of
+    # a pass the rows up to the end of the tile and those after it.
     own = np.arange(len(pieces)) + pass_of_piece
     behind = np.searchsorted(pass_of_piece, np.arange(num_passes), side="right") + np.arange(num_passes)
     stop = np.zeros((len(pieces) + num_passes, 2), dtype=np.int64)
@@ -257,7 +257,7 @@ def _fill_bounds(
     values[own, 1], values[behind, 1, 1] = pieces[:, [bd.K0, bd.K1]], past
     counts = np.diff(stop.reshape(-1), prepend=0)
     flat = np.repeat(values.view(np.int64).reshape(-1), counts).view(np.int32).reshape(-1, 2)  # a pair as one number
-    # Where a diagonal cuts, the border is a line over the rows; elsewhere one so far off that it cuts nothing.
+    # The boundary is a diagonal over the rows; without one, a line so far away that it cuts nothing.
     for side, diagonal, none in ((0, bd.D_LO, -EVERYTHING), (1, bd.D_HI, EVERYTHING)):
         crosses = np.abs(pieces[:, diagonal]) != bd.NO_DIAGONAL
         if crosses.any():
@@ -294,7 +294,7 @@ def _describe_passes(
 
 
 def _seen_by_rows(pieces, pass_of_piece, starts, row0, rows) -> tuple[bd.IntArray, bd.IntArray]:
-    """First and past-the-last column that all of ``rows`` rows from ``row0`` on see, for each pass."""
+    """First and past-the-last column that all rows ``row0`` to ``row0 + rows`` see, for each pass."""
     first = np.maximum(pieces[:, bd.Q0], row0[pass_of_piece])
     past = np.minimum(pieces[:, bd.Q1], (row0 + rows)[pass_of_piece])
     none = first >= past

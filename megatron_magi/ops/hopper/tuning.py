@@ -1,4 +1,4 @@
-"""What was fitted: thresholds and costs that came from measurements and decide about speed alone, never about results.
+"""Fitted constants: thresholds and costs from measurements, which affect speed only, never results.
 
 All were found on an H200 (132 SMs, 50 MB of L2 cache, 690 W), bf16, head dims 64 and 128; the measurements are in
 docs/kernel_log.md. On another GPU they are a guess. Those that predictions need too are in `megatron_magi.thresholds`.
@@ -9,18 +9,18 @@ from __future__ import annotations
 # ---- tiles and passes ----
 
 TILE_COST_COLUMNS = 48
-"""Cost of a tile in addition to the columns that it sees, in columns."""
+"""Fixed cost of a tile, in columns."""
 
 MASKED_COST = 0.5
 """Cost of a column that only part of a tile of keys sees, relative to one that all its keys see."""
 
 PASS_COST_BLOCKS = 0.35
-"""Cost of a pass in addition to its blocks, in blocks of 128 columns."""
+"""Fixed cost of a pass, in blocks of 128 columns."""
 
 # ---- keys that arrive ----
 
 ARRIVAL_US, ARRIVAL_BYTES_PER_US = 20, 250_000
-"""Until keys that another rank has are there: latency in microseconds, and bytes a microsecond."""
+"""Arrival of keys of other ranks: latency in microseconds, and bytes a microsecond."""
 
 SM_FLOP_PER_US = 4.5e6
 """Rate of an SM in the forward."""
@@ -28,64 +28,63 @@ SM_FLOP_PER_US = 4.5e6
 # ---- caches ----
 
 L2_BYTES = 24 << 20
-"""What stays in the L2 cache of what SMs read at different times, bytes."""
+"""Bytes that stay in the L2 cache if SMs read them at different times."""
 
 # ---- backward: one kernel or two ----
 
 SCATTERED_INTERVALS, SEPARATE_DQ_SCATTERED = 1.5, (128 << 20, 2000)
-"""As `thresholds.SEPARATE_DQ_PACKED`, where so many intervals of queries or more see a key; measured on an H100."""
+"""As `thresholds.SEPARATE_DQ_PACKED`, if at least this many intervals of queries see a key; measured on an H100."""
 
 SMALL_SUMS_BYTES = 16 << 20
-"""Memory for sums of dk and dv that is taken for a little speed, even where there is no free memory for them."""
+"""Memory for sums of dk and dv that is allocated for speed even if dq has no room for them."""
 
 # ---- backward: order of work ----
 
 LONG_BLOCKS, LONG_BLOCKS_UNEVEN, LONG_BLOCKS_MOVING = 16, 8, 32
-"""Blocks from which on a tile is worked on head by head: where neighbouring tiles see the same queries; where they
-differ in their number of blocks, and so do not walk in step over them; where each sees some that the one before does
-not, as in a window."""
+"""Blocks from which on a tile is split by query head: if adjacent tiles see the same queries; if they differ in their
+number of blocks, and so do not iterate in step; if each sees queries that the previous one does not, as in a window."""
 
 SMALL_DRIFT_COLUMNS = 32
-"""Columns that neighbouring tiles may begin apart from each other, and still find what the other read in the cache."""
+"""Most columns between the starts of adjacent tiles at which they still hit each other's data in the cache."""
 
 ITEM_COST_BLOCKS, PART_COST_BLOCKS = 2, 3
-"""What an item costs in addition to its blocks, in blocks: keys are loaded, gradients written, or added to sums."""
+"""Fixed cost of an item, in blocks: loading keys, and writing gradients, or adding them to sums."""
 
 WHOLE_COST_BLOCKS, SPLIT_COST_BLOCKS = 6, 14
-"""The same of the kernel for dk and dv of wide heads, where heads of a group that are split add in fp32 one by one."""
+"""The same for the kernel for dk and dv of wide heads, without and with splits, which add in fp32."""
 
 PIECE_BLOCKS, MOST_BLOCKS_IN_STEP, MOST_PIECES = 256, 512, 1 << 20
 """Blocks of a piece of a tile; of tiles of one size, only those of more blocks are cut; and about how many pieces there
 are at most."""
 
 SECTION_TILES = 56
-"""Most tiles of a causal document of which all query heads are worked on before those of others: what these read and
-add to stays in the L2 cache."""
+"""Most tiles of a section of a causal document, whose query heads are all processed before the next section: what they
+read and add to stays in the L2 cache."""
 
 LAST_ITEMS, LAST_OF_MANY_ITEMS = 2, 4
-"""Items an SM that go by decreasing cost at the end; of many whole ones, the shortest."""
+"""Last items for each SM that are ordered by decreasing cost; of many unsplit ones, the shortest."""
 
 LEAST_PIECE_BLOCKS = 8
 """Blocks of a piece of an item."""
 
 ENOUGH_ITEMS = 8
-"""With so many items an SM none needs to be split for the sake of balance."""
+"""Items for each SM from which on none is split for balance."""
 
 BALANCED = 1.05
-"""Longest time of an SM over the mean with which another order is not tried."""
+"""Ratio of the longest to the mean time of an SM below which no other order is tried."""
 
 FALLING_COST_GAIN, FALLING_COST_MOST_ITEMS = 0.96, 16
-"""Whole tiles go by decreasing cost, wherever they lie, where that takes so much of the time; never with more items an
-SM."""
+"""Unsplit tiles are ordered by decreasing cost alone if that reduces the time to this fraction; never with more items
+for each SM."""
 
 # ---- sparse attention ----
 
 MOST_SPARSE_DQ_BYTES, MOST_SPARSE_DQ_BYTES_OF_HEAD = 112 << 20, 48 << 20
-"""Up to so many bytes of fp32 dq, and of a key head's, one kernel for all gradients of blocks of 128 keys is faster
-than two: 1.10 times as fast at 34 MB of one key head, 0.94 at 67, 0.67 at 268; 1.15 times at 101 MB of 24 key heads.
-Masks with 268 MB of eight: 0.69 to 0.83, before dq alone became faster."""
+"""Up to this many bytes of fp32 dq, in total and of a key head, one kernel for all gradients of blocks of 128 keys is
+faster than two: 1.10 times as fast at 34 MB of one key head, 0.94 at 67, 0.67 at 268; 1.15 times at 101 MB of 24 key
+heads. Masks with 268 MB of eight: 0.69 to 0.83, before dq alone became faster."""
 
 SPARSE_PART_BYTES = 24 << 20
-"""Bytes of q and dout of a key head from which on lists of queries are cut into parts, one for so many bytes: dk and dv
+"""Bytes of q and dout of a key head from which on lists of queries are cut into parts of this size: dk and dv
 of blocks of 64 keys at 134 and 268 MB 1.10 to 1.12 and 1.12 to 1.14 times as fast, of 128 keys 1.00 to 1.03 and 1.03 to
 1.06."""

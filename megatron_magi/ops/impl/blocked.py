@@ -5,8 +5,8 @@ block and the query heads of one key head are one matrix dimension, so grouped h
 copies of k and v. Inputs narrower than fp32 are multiplied as they are on CUDA, into fp32; on a CPU
 they are widened first.
 
-Both passes round a logit alike before they subtract, so that no probability exceeds 1, however large logits are: the
-largest logit of a row is subtracted from itself, and the lse is not below it.
+Both passes round logits in the same way before subtracting the maximum or lse, so that no probability exceeds 1,
+however large logits are.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _attend(
     out = largest = total = None
     for chunk in block.chunks:
         logits, _ = _logits(block, chunk, plan, rows_q, _take(k, chunk.keys), options)
-        # A row may see nothing of this chunk: a finite maximum keeps -inf - -inf away.
+        # A row may see nothing of this chunk: a finite maximum avoids -inf - -inf.
         new = logits.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
         if largest is not None:
             new = torch.maximum(new, largest)

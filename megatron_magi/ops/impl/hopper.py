@@ -1,9 +1,8 @@
 """Attention on Hopper GPUs: the kernels of ``csrc/attention/sm90``.
 
-Takes fp16 and bf16; head dims (qk/v) 64/64, 128/128, 192/128 and 256/256, and with the kernels of the next of these any
-multiple of 8: missing columns are read as zeros, and results are copied from wider memory.
-Row statistics and sums are fp32. Values must be finite, also of tokens that nobody sees: what is hidden is multiplied
-by zero.
+Takes fp16 and bf16; head dims (qk/v) 64/64, 128/128, 192/128 and 256/256, and any multiple of 8
+with the kernels of the next larger of these: missing columns are read as zeros, and results are copied from wider
+buffers. Row statistics and sums are fp32. Values must be finite, also of hidden tokens, which are multiplied by zero.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ _NOTHING_SEEN.setflags(write=False)
 def one_launch(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, bands: np.ndarray, options: AttnOptions, max_logits: bool
 ) -> OneLaunch | None:
-    """The prepared passes of calls like this one; None where kernels do not take the tensors as they are.
+    """The prepared passes of calls like this one; None if the kernels cannot read the tensors in place.
 
     Arguments as of `megatron_magi.ops.slice_passes.slice_attention_forward`.
     """
@@ -91,12 +90,12 @@ def one_launch(
             makers = new_makers()
             _makers.put(kind, makers, 0)
         found = OneLaunch(_unchanging(bands), k.shape[0], makers)
-        _one_launches.put(key, found, found.bands.nbytes)  # device memory is held, and counted, by its passes
+        _one_launches.put(key, found, found.bands.nbytes)  # device memory is owned and counted by its passes
     return found
 
 
 def _unchanging(bands: np.ndarray) -> np.ndarray:
-    """The table, or a copy that nothing can change."""
+    """The table if it is immutable, else an immutable copy."""
     if bands.flags.writeable or bands.base is not None:
         bands = bands.copy()
         bands.setflags(write=False)
@@ -114,7 +113,7 @@ def forward(
 ) -> Tensor | None:
     """Writes attention over ``bands`` to ``output``, or merges it into that; see `slice_attention_forward`.
 
-    ``memo`` remembers how, for calls that differ in nothing but addresses and strides.
+    ``memo`` caches the pass for calls that differ only in addresses and strides.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
@@ -127,7 +126,7 @@ def forward(
     if sink_lse is not None:
         sink_lse = in_dtype(sink_lse, torch.float32).expand(num_rows, num_heads)
         inputs = ForwardInputs(q, k, v, sink_lse)
-    if memo:  # most calls: tensors that lie as those of an earlier call did
+    if memo:  # most calls: tensors of the layout of an earlier call
         known = memo.get(_layout(current_stream(device), inputs, output))
         if known is not None and known.run(inputs, output, max_logits):
             return max_logits
@@ -139,7 +138,7 @@ def forward(
             memo[_layout(signature.stream, inputs, output)] = known
         return max_logits
     q, k, v = map(loadable, (q, k, v))
-    if k.shape[0] == 0:  # tiles that see nothing take zeros times some values
+    if k.shape[0] == 0:  # tiles without keys compute zeros times the contents of a buffer
         k, v = q.new_zeros((1, *k.shape[1:])), q.new_zeros((1, *v.shape[1:]))
         bands = _NOTHING_SEEN
     inputs = ForwardInputs(q, k, v, sink_lse)
@@ -155,7 +154,7 @@ def forward(
 
 
 def _written(output: ForwardOutput, dtype: torch.dtype, columns: int) -> ForwardOutput:
-    """What the kernel writes, ``columns`` wide: ``output``, or memory whose first columns become it."""
+    """What the kernel writes, ``columns`` wide: ``output``, or a wider buffer whose first columns are copied to it."""
     out, lse, accumulate = output
     if out.shape[2] != columns:
         wide = out.new_empty((*out.shape[:2], columns), dtype=dtype if out.dtype == dtype else torch.float32)
@@ -168,16 +167,16 @@ def _written(output: ForwardOutput, dtype: torch.dtype, columns: int) -> Forward
 
 
 def _layout(stream: int, inputs: ForwardInputs, output: ForwardOutput) -> tuple:
-    """What may change from call to call."""
+    """What may differ between calls."""
     (q, k, v, _), (out, lse, _) = inputs, output
     return stream, q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
 
 
 class _Signature(NamedTuple):
-    """What a forward pass is made for, besides its mask.
+    """What a forward pass depends on, apart from its mask.
 
     Attributes:
-        inputs, output: tensors like those of the calls, or how these lie; a `sink_lse` of every row.
+        inputs, output: tensors of the layout of the calls, or the layouts; with a `sink_lse` for every row.
         options: of the calls.
         stream: raw handle.
     """
@@ -188,7 +187,7 @@ class _Signature(NamedTuple):
     stream: int
 
     def key(self, bands: np.ndarray) -> tuple:
-        """Of its pass over a mask: all that this depends on but addresses."""
+        """Cache key of its pass over a mask: all that this depends on except addresses."""
         (q, k, v, sink_lse), (out, lse, accumulate), options, stream = self
         return (
             hopper_plan.content_digest(bands), q.device, stream, q.dtype, out.dtype, lse.dtype, options,
@@ -197,19 +196,19 @@ class _Signature(NamedTuple):
         )  # fmt: skip
 
     def without_memory(self) -> _Signature:
-        """The same of layouts."""
+        """The same with layouts instead of tensors."""
         (*qkv, sink_lse), (out, lse, accumulate), options, stream = self
         inputs = ForwardInputs(*map(Layout.of, qkv), None if sink_lse is None else Layout.of(sink_lse))
         return _Signature(inputs, ForwardOutput(Layout.of(out), Layout.of(lse), accumulate), options, stream)
 
     def make(self, bands: np.ndarray, num_keys: int) -> _Pass:
-        """The pass over another mask, of so many keys; of a signature without memory."""
+        """The pass over another mask with ``num_keys`` keys; for a signature without memory."""
         k, v = (t.with_rows(num_keys) for t in self.inputs[1:3])
         return _pass_of(self._replace(inputs=self.inputs._replace(k=k, v=v)), bands)
 
 
 def _pass_of(signature: _Signature, bands: np.ndarray) -> _Pass:
-    """The pass of a signature over a mask, made unless it is kept."""
+    """The pass of a signature over a mask, from the cache or made."""
     key = signature.key(bands)
     known = _passes.get(key)
     if known is None:
@@ -223,7 +222,7 @@ class _Pass:
 
     Attributes:
         plan: the tiles of the mask.
-        make: makes one for another mask, over so many keys.
+        make: makes a pass for another mask and number of keys.
     """
 
     def __init__(self, signature: _Signature, bands: np.ndarray) -> None:
@@ -233,7 +232,7 @@ class _Pass:
         problem = problem_of(q, k, v)
         tiles = forward_tiles(hopper_plan.mask_facts(bands), problem)
         self.plan = plan = hopper_plan.device_plan(bands, Tiling(False, num_rows, *tiles), q.device)
-        # What sees nothing adds nothing; such tiles are the last.
+        # Tiles that see nothing add nothing, and come last.
         adds_alone = accumulate and sink_lse is None
         num_tiles = int(np.count_nonzero(plan.host.costs)) if adds_alone else plan.num_tiles
         work = row_work(plan, num_heads, tiles.shape[1], k, v)
@@ -252,7 +251,7 @@ class _Pass:
         self._launch = prepared(key, partial(make_launch, *signature, tiles, captured=plan.is_static))
 
     def run(self, inputs: ForwardInputs, output: ForwardOutput, max_logits: Tensor | None) -> bool:
-        """Queues the kernel for tensors of the layout; False if one does not begin where a tensor map can."""
+        """Launches the kernel for tensors of the layout; False if an address is not aligned for a tensor map."""
         q, k, v, sink_lse = inputs
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
         out, launch = output.out.data_ptr(), self._launch
@@ -280,7 +279,7 @@ def takes(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bo
 
 
 def sums_meet(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[np.ndarray], num_keys: Sequence[int], options) -> bool:
-    """Whether backward passes over several stages, ``bands`` and ``num_keys`` of each, are to add dq in one place."""
+    """Whether backward passes over several stages, with ``bands`` and ``num_keys`` of each, share the sums of dq."""
     if not is_supported(q, v):
         return False
     problems = [problem_of(q, k, v)._replace(num_keys=count) for count in num_keys]
@@ -288,7 +287,7 @@ def sums_meet(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[np.ndarray], num_
 
 
 def say_why_not(q: Tensor, v: Tensor) -> None:
-    """Logs why tensors on a GPU are left to a slower implementation, each reason once."""
+    """Logs why a slower implementation is used for tensors on a GPU, each reason once."""
     _warn_once(q.device, q.dtype, (q.shape[2], v.shape[2]))
 
 

@@ -1,4 +1,4 @@
-"""Dense attention that defines the meaning: plain formulas, seqlen_q x seqlen_k memory."""
+"""Dense reference attention: plain formulas, seqlen_q x seqlen_k memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def forward(
     *,
     return_max_logits: bool = False,
 ) -> Tensor | None:
-    """Writes attention over ``bands`` to ``output``, or merges it into that; all is checked.
+    """Writes attention over ``bands`` to ``output``, or merges it into that; arguments are already checked.
 
     Returns the largest visible logit of each head, ``[num_heads_q]``, if asked for.
     """
@@ -52,7 +52,7 @@ def forward(
 
 @torch.no_grad()
 def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, grads: Gradients) -> None:
-    """Writes dq, dk, dv to ``grads``, or adds to them; all is checked.
+    """Writes dq, dk, dv to ``grads``, or adds to them; arguments are already checked.
 
     With p = exp(s - lse): dv = p^T dout, dp = dout v^T, ds = p * (dp - delta), dq = ds k, dk = ds^T q. ``lse`` and
     ``delta`` may belong to more keys than are given here; the formulas hold for each part.

@@ -1,6 +1,6 @@
 """Sparse attention on Hopper GPUs: the kernels ``csrc/attention/sm90/sparse_*``.
 
-Takes fp16 and bf16, head dims 64 and 128. Lists are read on the device alone.
+Takes fp16 and bf16, head dims 64 and 128. Lists are never copied to the host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_supported(q: Tensor, v: Tensor) -> bool:
 
 
 def say_why_not(q: Tensor, v: Tensor) -> None:
-    """Logs why tensors on a GPU are left to the definition, each reason once."""
+    """Logs why the reference is used for tensors on a GPU, each reason once."""
     _warn_once(q.device, q.dtype, (q.shape[2], v.shape[2]))
 
 
@@ -99,7 +99,7 @@ def forward(
             params.sink_row, params.sink_head = sink_lse.stride()
         kernel = kernels.forward_kernel(q.device, q.dtype, dim, groups, indexed)
         maps = (kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE))
-        # Of the kernel with one warpgroup two blocks run on an SM.
+        # With one consumer warpgroup two thread blocks share an SM.
         grid = min(params.tiles.num_items, sm_count(q.device) * (3 - groups))
         return Launch(kernel, grid, params, maps)
 

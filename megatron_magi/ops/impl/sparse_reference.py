@@ -1,4 +1,4 @@
-"""Sparse attention that defines the meaning: plain formulas, seqlen_q x seqlen_k memory."""
+"""Reference sparse attention: plain formulas, seqlen_q x seqlen_k memory."""
 
 from __future__ import annotations
 
