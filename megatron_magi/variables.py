@@ -272,7 +272,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             "PROFILE_MODE",
             "Passes of attention, this package's kernels and collectives are NVTX ranges and are timed; rank 0 prints "
             "a summary when the process ends, `megatron_magi.profiling.summary()` returns it at any time. Read when "
-            "the package is imported. For development: it costs host time, and kernels no longer overlap at their ends.",
+            "the package is imported. For development: costs host time, and kernels no longer overlap at their ends.",
         ),
         _unneeded(
             PREFIX + "LOG_LEVEL",
