@@ -53,7 +53,7 @@ ENTRIES = [
     ("window", "Sliding window", "`left` keys before and `right` keys after each query, inside its document; "
      "optionally the first tokens of the document as well.",
      "builders.sliding_window(left=128, right=0, doc_lengths=[300, 700], global_tokens=16)"),
-    ("block_causal", "Block causal", "Tokens of a block (a frame of a video) see their whole block and every earlier one.",
+    ("block_causal", "Block causal", "Tokens see their whole block (a frame of a video) and every earlier block.",
      "builders.block_causal(1000, block_size=100)"),
     ("prefix_lm", "Prefix LM", "Full attention inside the prefix of each document, causal after it.",
      "builders.prefix_lm(prefix_lengths=[150, 100], doc_lengths=[300, 700])"),
