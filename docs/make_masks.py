@@ -24,7 +24,7 @@ All mask builders, with a picture, the code and the cost of each. The code needs
 | frames of a video, blocks of a diffusion model | [`block_causal`](#block-causal) | `block_causal` |
 | a prompt with bidirectional attention, and an answer | [`prefix_lm`](#prefix-lm) | `prefix_lm` |
 | shared prompts, [rollouts](rollouts.md) | [`prefix_tree`](#prefix-tree) | `prefix_tree` |
-| blocks that attend to blocks, known on the host | [`block_sparse`](#block-sparse) | `FILE.py:FUNCTION` |
+| blocks that attend to blocks, given on the host | [`block_sparse`](#block-sparse) | `FILE.py:FUNCTION` |
 | something else | [slices of your own](#slices-of-your-own) | `FILE.py:FUNCTION` |
 
 A mask is a set of slices. A slice is a range of queries, a range of keys and a type:
@@ -36,8 +36,8 @@ A mask is a set of slices. A slice is a range of queries, a range of keys and a 
 | inverse causal | 2 | those from i on: the first query sees all |
 | both | 3 | those from i to i + n - m |
 
-Slices may not overlap: a (query, key) pair that is in two of them is an error that names both. Tokens in no slice
-see nothing: their output is 0. `python -m megatron_magi explain --mask ...` shows what a mask costs on your ranks.
+Slices may not overlap: a (query, key) pair in two slices is an error that names both. The output of queries in no slice
+is 0. `python -m megatron_magi explain --mask ...` shows what a mask costs on your ranks.
 
 Area is the number of visible (query, key) pairs. FLOPs are of one layer's forward pass with 32 query heads of
 dimension 128, `4 * area * heads * head_dim`; the backward takes 2.5 times as many.
@@ -53,28 +53,28 @@ ENTRIES = [
     ("window", "Sliding window", "`left` keys before and `right` keys after each query, inside its document; "
      "optionally the first tokens of the document as well.",
      "builders.sliding_window(left=128, right=0, doc_lengths=[300, 700], global_tokens=16)"),
-    ("block_causal", "Block causal", "Blocks (frames of a video) see themselves in full and every earlier block.",
+    ("block_causal", "Block causal", "Tokens see their whole block (a frame of a video) and every earlier block.",
      "builders.block_causal(1000, block_size=100)"),
     ("prefix_lm", "Prefix LM", "Full attention inside the prefix of each document, causal after it.",
      "builders.prefix_lm(prefix_lengths=[150, 100], doc_lengths=[300, 700])"),
     ("prefix_tree", "Prefix tree", "Samples that share prompts: each token is computed once. Here one prompt of "
      "400 tokens has two answers.",
      "builders.prefix_tree(node_lengths=[400, 300, 300], sample_paths=[[0, 1], [0, 2]])[0]"),
-    ("block_sparse", "Block sparse", "Blocks of queries see blocks of keys, all heads the same. A mask that is only on "
-     "a GPU cannot be planned; on one device [sparse attention](sparse.md) reads it there.",
+    ("block_sparse", "Block sparse", "Blocks of queries see blocks of keys, the same for all heads. A mask that is "
+     "only on a GPU cannot be planned; on one device [sparse attention](sparse.md) reads it there.",
      "builders.block_sparse([[True, False], [False, True], [True, True]], q_block_size=400, k_block_size=500, "
      "seqlen_q=1000)"),
-    ("slices", "Slices of your own", "Whatever rectangles, triangles and bands can express.",
+    ("slices", "Slices of your own", "Anything that rectangles, triangles and bands can express.",
      "AttnMask([(0, 500, 0, 500, MaskType.CAUSAL), (500, 1000, 0, 1000, MaskType.FULL)], total_seqlen_q=1000)"),
 ]  # fmt: skip
 
 
 TAIL = """## A mask that is not here
 
-Any mask that slices can express needs no change of the package: dispatch, communication and kernels take any set of
-slices. With Megatron `--magi-mask FILE.py:FUNCTION` names a function that returns it for each microbatch
-([how](megatron.md#other-masks)); in a loop of your own `magi_attn_flex_key(*mask.to_ranges(), cp_group_or_mesh=group)`
-makes its [key](own_loop.md). To give it a name in the package, see [contributing](../CONTRIBUTING.md#a-new-mask).
+Dispatch, communication and kernels take any set of slices, so a new mask needs no change of the package. With Megatron
+`--magi-mask FILE.py:FUNCTION` names a function that returns it for each microbatch ([how](megatron.md#other-masks)); in
+a loop of your own `magi_attn_flex_key(*mask.to_ranges(), cp_group_or_mesh=group)` makes its [key](own_loop.md). To give
+it a name in the package, see [contributing](../CONTRIBUTING.md#a-new-mask).
 """
 
 

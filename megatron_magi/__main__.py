@@ -45,9 +45,14 @@ def environment_page() -> str:
     lines = [
         "# Environment variables",
         "",
-        "Made by `python -m megatron_magi env --markdown > docs/environment.md`; `python -m megatron_magi env` shows",
-        "current values. A variable is a default: it fills in a field of the configuration that the caller left open.",
-        "A value that is malformed, or asks for a feature that is not there yet, is an error that names the variable.",
+        "`python -m megatron_magi env` shows current values. A malformed value, or one for a feature that is not there",
+        "yet, is an error that names the variable. Variables that set *nothing* are accepted for launch scripts of",
+        "MagiAttention, and have no effect. (This page is made by",
+        "`python -m megatron_magi env --markdown > docs/environment.md`.)",
+        "",
+        "A variable that sets a field of the [configuration](configuration.md#magiconfig) is its default in Megatron's",
+        "trainer and for keys that are made without a `MagiConfig`. What takes no key does not read it:",
+        "`slice_attention`, `flex_flash_attn_func`, `make_plan`, `distributed_attention`, transformers on one rank.",
     ]
     effect = {
         State.USED: "",

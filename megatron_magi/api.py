@@ -313,7 +313,7 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
 
 @outside_graphs
 def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
-    """Rolls the global sequence of a dispatched tensor, as `torch.roll` would the whole. Collective, differentiable.
+    """Rolls the global sequence of a dispatched tensor, as `torch.roll` rolls a whole one. Collective, differentiable.
 
     Args:
         x: this rank's rows, ``num_rows`` of them along ``dim``.

@@ -146,7 +146,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _toggle(
             "FFA_BACKWARD_HIGH_PRECISION_REDUCE",
-            f"The name of {HIGH_PRECISION} before v1.0.4; setting both to different values is an error.",
+            f"The name of {HIGH_PRECISION} before MagiAttention v1.0.4; two different values are an error.",
             "comm.backward_high_precision_reduce",
         ),
         Variable(
@@ -154,9 +154,9 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             Kind.CHOICE,
             "none",
             "How the gradient of the sink is reduced over the context-parallel ranks inside the operator. Each rank "
-            "computes a partial sum; `none` is right where the framework sums parameter gradients over these ranks "
-            "anyway as Megatron and FSDP do, `sum` where nothing does (refused in Megatron's trainer and by "
-            "`megatron_magi.hf.context_parallel`), `avg` divides by the number of ranks as well.",
+            "computes a partial sum; `none` is right if the framework sums parameter gradients over these ranks, as "
+            "Megatron and FSDP do, `sum` if nothing does (refused in Megatron's trainer and by "
+            "`megatron_magi.hf.context_parallel`); `avg` also divides by the number of ranks.",
             "comm.dsink_all_reduce",
             choices=("none", "sum", "avg"),
         ),
@@ -179,33 +179,33 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             Kind.COUNT,
             8,
             "Hardware queues of the CUDA driver. Read only to choose the default of the two margins: with one queue "
-            "kernels do not run at the same time and a margin would be wasted.",
+            "kernels do not run concurrently, and a margin would be wasted.",
             least=1,
         ),
         Variable(
             CACHE_SIZE,
             Kind.COUNT,
             1000,
-            "Number of keys whose plans are kept, the least recently used one is dropped first. Not for Megatron's "
-            "trainer, which keeps no plans.",
+            "Number of keys whose plans are kept; the least recently used one is dropped first. Megatron's trainer "
+            "does not use this cache.",
             least=1,
         ),
         _toggle(
             "NATIVE_GRPCOLL",
-            "1 has the ranks of one host write into each other's memory for group_cast and group_reduce, and is an "
-            "error where they cannot, 0 leaves both to NCCL.",
+            "1: in group_cast and group_reduce the ranks of one host write into each other's memory; an error if they "
+            "cannot. 0: NCCL.",
             "comm.impl",
             default=None,
             field_value="native",
             off_value="all_to_all",
-            default_text="where the GPUs are linked",
+            default_text="1 where NVLink connects the GPUs, else 0",
         ),
         _toggle(
             "HIERARCHICAL_COMM",
             "Communication in two levels: rows that several ranks of a node need are sent there once. 1 is an error "
-            "where nothing says which ranks share a node, 0 treats all ranks alike.",
+            "if the ranks that share a node are not given; 0 treats all ranks alike.",
             default=None,
-            default_text="on with --hierarchical-context-parallel-sizes or a two-dimensional mesh",
+            default_text="1 with --hierarchical-context-parallel-sizes or a two-dimensional mesh",
         ),
         _unavailable("QO_COMM", "Sending queries and outputs instead of keys and values is not available yet."),
         Variable(
@@ -213,11 +213,11 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             Kind.CHOICE,
             None,
             "Which attention runs: `ffa` the Hopper kernels, `sdpa` the dense definition (see SDPA_BACKEND), `sdpa_ol` "
-            "blocked attention in torch, in any precision too; `fa4` is not available yet. No choice falls back.",
+            "blocked attention in torch, in any precision; `fa4` is not available yet. No choice falls back.",
             "attend.impl",
             choices=("ffa", "sdpa", "sdpa_ol"),
             choice_values=("ffa", "reference", "torch"),
-            default_text="`ffa` where it is possible, else `sdpa_ol`",
+            default_text="`ffa` if possible, else `sdpa_ol`",
         ),
         Variable(
             PREFIX + "PRECISION",
@@ -229,19 +229,19 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         _unavailable("FA4_BACKEND", "The Flash-Attention 4 backend for Blackwell is not available yet."),
         _toggle(
             "CPP_BACKEND",
-            "1 plans in C++ and is an error where that planner is not built, 0 plans in Python. Plans are equal.",
+            "1 plans in C++, an error if that planner is not built; 0 plans in Python. Plans are equal.",
             "dispatch.planner",
             default=None,
             field_value="native",
             off_value="python",
-            default_text="C++ where it is built",
+            default_text="1 if it is built, else 0",
         ),
         _unneeded(
             PREFIX + "FLATTEN_HEAD_GROUPS", "Belongs to the solver for query and output communication, see QO_COMM."
         ),
         _unneeded(
             PREFIX + "MIN_CHUNKS_PER_RANK",
-            "The planner chooses the size of chunks; a `chunk_size` that is given is not made smaller.",
+            "The planner chooses the chunk size; a given `chunk_size` is not reduced.",
             Kind.COUNT,
             8,
             least=1,
@@ -251,7 +251,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         _unneeded(PREFIX + "FFA_FORWARD_INPLACE_CORRECT", "Partial results are always merged in place."),
     ),
     "Debugging": (
-        _toggle("DETERMINISTIC_MODE", "Bitwise repeatable results.", "attend.deterministic"),
+        _toggle("DETERMINISTIC_MODE", "Results are bitwise reproducible.", "attend.deterministic"),
         _toggle(
             "SDPA_BACKEND",
             "Attention by its dense definition in torch, in any precision up to fp64: slow, needs memory for the "
@@ -264,15 +264,15 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             "SANITY_CHECK",
             "Each pass of attention looks for NaN and inf in q, k, v, the sink (NaN alone) and the gradient of the "
             "output, also in rows that the mask hides and in padding, and compares the call with the other ranks'. An "
-            "error names tensor, row and rank. Slow. (Masks, arguments, and plans and calls that change are always "
-            "checked.)",
+            "error names tensor, row and rank. Slow. (Masks and arguments are always checked, plans and calls when "
+            "they change.)",
             "attend.sanity_check",
         ),
         _toggle(
             "PROFILE_MODE",
-            "Passes of attention, our kernels and collectives are NVTX ranges and are timed; rank 0 prints a summary "
-            "when the process ends, `megatron_magi.profiling.summary()` returns it at any time. Read when the package "
-            "is imported. For development: it costs host time, and kernels no longer overlap at their ends.",
+            "Passes of attention, this package's kernels and collectives are NVTX ranges and are timed; rank 0 prints "
+            "a summary when the process ends, `megatron_magi.profiling.summary()` returns it at any time. Read when "
+            "the package is imported. For development: costs host time, and kernels no longer overlap at their ends.",
         ),
         _unneeded(
             PREFIX + "LOG_LEVEL",
@@ -286,32 +286,32 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             WORKSPACE,
             Kind.TEXT,
             None,
-            "Folder in which kernels that were compiled are kept, as `.cache/megatron_magi`.",
+            "Folder that holds the cache of compiled kernels, `.cache/megatron_magi`.",
             default_text="the home directory",
         ),
-        _toggle("BUILD_VERBOSE", "Compiler options and what the assembler reports are logged for each kernel."),
+        _toggle("BUILD_VERBOSE", "Compiler options and the assembler's report are logged for each kernel."),
         _toggle(
             "BUILD_DEBUG",
             "Kernels with line information for profilers and debuggers, which costs no speed; their source is kept "
-            "next to them, and what the assembler reports is logged.",
+            "next to them, and the assembler's report is logged.",
         ),
         _toggle(
             "NO_BUILD_CACHE",
-            "Each process compiles its kernels, and keeps none on disk; those that came with the package are used.",
+            "Each process compiles its kernels and keeps none on disk; those that came with the package are used.",
         ),
         _toggle("FORCE_JIT_BUILD", "Kernels that came with the package are not used."),
         _toggle(
             "PREBUILD_FFA",
-            "Building a wheel compiles the common kernels into it, where torch is there to bring the compiler "
-            "(`pip install --no-build-isolation`); an editable install does not. What is not there is compiled "
-            "when it is first used.",
+            "Building a wheel compiles the common kernels into it if torch, which brings the compiler, is installed "
+            "(`pip install --no-build-isolation`); an editable install does not. Other kernels are compiled at first "
+            "use.",
             default=True,
         ),
         Variable(
             PREBUILD_JOBS,
             Kind.COUNT,
             None,
-            "Kernels that are compiled at a time while a wheel is built, or before training begins.",
+            "Number of kernels compiled concurrently while a wheel is built, or before training begins.",
             least=1,
             default_text=_BUILD_JOBS,
         ),
@@ -326,7 +326,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _unneeded(
             PREFIX + "BUILD_COMPUTE_CAPABILITY",
-            "There are kernels for compute capability 9.0 alone, and they need no GPU to be compiled.",
+            "There are kernels for compute capability 9.0 only, and compiling them needs no GPU.",
             Kind.TEXT,
             None,
             default_text="that of the GPU",
@@ -334,7 +334,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         _unneeded(
             PREFIX + "ALLOW_BUILD_WITH_CUDA12", "Kernels are compiled by the NVRTC that torch brings.", Kind.TEXT, None
         ),
-        _unneeded("NVSHMEM_DIR", "Native communication does without, see NATIVE_GRPCOLL.", Kind.TEXT, None),
+        _unneeded("NVSHMEM_DIR", "Native communication does not use NVSHMEM, see NATIVE_GRPCOLL.", Kind.TEXT, None),
     ),
 }
 """Every variable, by what it is for."""

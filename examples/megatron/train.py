@@ -1,9 +1,9 @@
-"""A GPT trained by Megatron on rollouts that share their prompts, over two ranks of one sequence.
+"""A GPT trained by Megatron on rollouts that share their prompts, with each sequence split over two ranks.
 
     torchrun --nproc-per-node 2 examples/megatron/train.py [all of Megatron's arguments]
 
-Each item of the data set is a tree: a prompt and eight answers to it, the prompt stored once. Arguments that are given
-win over those below. On GPUs add ``--distributed-backend nccl --bf16``.
+Each item of the data set is a tree: a prompt and eight answers to it, the prompt stored once. Arguments on the command
+line override those below. On GPUs add ``--distributed-backend nccl --bf16``.
 """
 
 from __future__ import annotations

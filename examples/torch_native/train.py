@@ -1,9 +1,9 @@
-"""FSDP2, context parallelism, selective recomputation and a distributed checkpoint, in a loop of PyTorch alone.
+"""FSDP2, context parallelism, selective recomputation and a distributed checkpoint, in a plain PyTorch loop.
 
     torchrun --nproc-per-node 2 examples/torch_native/train.py [--cp N] [--steps N] [--checkpoint FOLDER] [--cpu]
 
-Ranks that data parallelism leaves over (world size / ``--cp``) read batches of their own. Parameters are sharded over
-all ranks. A run that finds a checkpoint goes on from it, also with another number of ranks.
+The data-parallel size is the world size divided by ``--cp``; each replica reads its own batches. Parameters are sharded
+over all ranks. A run that finds a checkpoint resumes from it, also with another number of ranks.
 """
 
 from __future__ import annotations

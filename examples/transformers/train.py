@@ -1,9 +1,9 @@
-"""A language model of transformers, trained by its own Trainer over several ranks of one sequence.
+"""A language model of transformers, trained by its Trainer with each sequence split over several ranks.
 
     torchrun --nproc-per-node 2 examples/transformers/train.py [--steps N] [--cpu]
 
 Documents of random tokens are packed by the flattening collator. The model's layers alternate between a window and
-full attention. Three lines are this package's: they are marked.
+full attention. The three lines that use this package are marked.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     +actor_rollout_ref.model.override_config.attn_implementation=magi
 
 ``ulysses_sequence_parallel_size`` is then the number of ranks of a sequence. It need not divide the number of heads.
-Tokens are saved where rollouts of a prompt are in one microbatch: ``use_dynamic_bsz=False``, and
+Only rollouts in the same microbatch share a prompt: ``use_dynamic_bsz=False``, and
 ``ppo_micro_batch_size_per_gpu`` a multiple of ``rollout.n``. Written against verl at commit b178a3cd5.
 """
 

@@ -2,7 +2,7 @@
 
     actor_rollout_ref.model.external_lib=megatron_engine     # this folder on PYTHONPATH
 
-Tokens are saved where rollouts of a prompt are in one microbatch: ``use_dynamic_bsz=False``, and
+Only rollouts in the same microbatch share a prompt: ``use_dynamic_bsz=False``, and
 ``ppo_micro_batch_size_per_gpu`` a multiple of ``rollout.n``. Written against verl at commit b178a3cd5.
 """
 

@@ -1,4 +1,4 @@
-"""A microbatch of verl as a tree: prompts that rollouts share are one."""
+"""A microbatch of verl as a tree: prompts that rollouts share are stored once."""
 
 from __future__ import annotations
 

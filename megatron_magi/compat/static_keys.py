@@ -10,7 +10,7 @@ from megatron_magi.plan import RankPlan
 
 
 class StaticKey:
-    """A key for `calc_attn` that means whichever key was loaded last; made by `make_static_key`.
+    """A key for `calc_attn` that stands for the key loaded last; made by `make_static_key`.
 
     Attributes:
         config: of the first key, and of all.

@@ -27,7 +27,7 @@ def sdpa_func_with_sink(
     enable_gqa: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``scaled_dot_product_attention`` with a sink. Differentiable, but for the mask.
+    """``scaled_dot_product_attention`` with a sink. Differentiable, except in the mask.
 
     Args:
         q, k, v: ``[batch_size, num_heads, seqlen, head_dim]``, as torch has them, on a CPU or with CUDA.

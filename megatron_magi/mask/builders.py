@@ -123,7 +123,7 @@ def block_causal(
     cu_seqlens: IntArrayLike | None = None,
     doc_lengths: IntArrayLike | None = None,
 ) -> AttnMask:
-    """Makes the mask in which blocks of tokens (frames of a video) see themselves in full and every earlier block.
+    """Makes the mask in which tokens see their whole block (a frame of a video) and every earlier block.
 
     Blocks start again with each document; the last one of a document may be shorter.
 

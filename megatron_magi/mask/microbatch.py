@@ -15,7 +15,7 @@ from megatron_magi.mask.documents import cu_seqlens_from_eod
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """The sequences of a microbatch, which a mask takes as one: sequence after sequence.
+    """The sequences of a microbatch, one after another, as a mask function gets them.
 
     Attributes:
         tokens: int ``[batch_size, seqlen]``, on the CPU; token t of sequence i is token ``i * seqlen + t`` of

@@ -17,7 +17,7 @@ def causal_area(lengths: np.ndarray) -> np.ndarray:
 
 
 def causal_work(layer_parameters: int, num_heads_q: int, head_dim: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Work of causal documents in a model: visible pairs, and what a layer's matrix products make of a token, in pairs.
+    """Work of causal documents in a model: visible pairs plus a layer's matrix products, in units of pairs.
 
     Both as operations of a training step: 14 a pair, head and dimension, 6 a token and parameter.
 

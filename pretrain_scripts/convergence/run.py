@@ -7,10 +7,10 @@
     python pretrain_scripts/convergence/run.py llama_1b_8k --out convergence_out --data-path PREFIX \\
         -- --tokenizer-type HuggingFaceTokenizer --tokenizer-model MODEL
 
-Each run takes all ranks; what context parallelism leaves is data parallelism, so all see the same batches. With
-Transformer Engine installed its layers and its attention are stock, else torch's layers and Megatron's own attention.
-Runs that are complete are not repeated, others begin again. It fails if a curve leaves the band that the two
-seeds draw. Arguments after -- go to all runs.
+Each run uses all ranks; those beyond the CP size are data-parallel, so all runs see the same batches. Stock is
+Transformer Engine's layers and attention if it is installed, else Megatron's own. Runs that are complete are not
+repeated, others begin again. It fails if a curve of magi differs more from stock than the second seed does. Arguments
+after -- go to all runs.
 """
 
 from __future__ import annotations

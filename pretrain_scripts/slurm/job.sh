@@ -1,18 +1,18 @@
 # shellcheck shell=bash
 # Sourced by the sbatch files of this folder: trains on the job's nodes until training is complete.
 #
-# The job saves and ends when its time limit comes (USR1, see --signal) or when it is preempted (TERM), goes back into the
-# queue and resumes. So it does when a node dies, and after any failure if there is a newer checkpoint than at its start.
-# A failure without progress ends it.
+# Before its time limit (USR1, see --signal) and when it is preempted (TERM) the job saves, requeues itself and later
+# resumes. It is also requeued when a node dies, and after any failure if there is a newer checkpoint than at its start.
+# A failure without a new checkpoint ends it.
 #
 # Its arguments are those of pretrain_gpt.py. Variables, all optional:
 #   CP               --context-parallel-size; else as the arguments and the configuration say
-#   NPROC_PER_NODE   ranks a node; else the GPUs that the job has on a node
+#   NPROC_PER_NODE   ranks per node; else the number of GPUs that the job has on a node
 #   RUN_DIR          folder on a file system that all nodes share: checkpoints, losses; runs/NAME-JOBID if not given
 #   PYTHON           interpreter; .venv/bin/python of the folder the job was submitted in if not given
 #   CONTAINER        what runs a node's command in a container: srun options such as `--container-image=IMAGE
-#                    --container-mounts=...` (Pyxis), or a command such as `apptainer exec --nv IMAGE`. The folder of the
-#                    job and RUN_DIR must be there under the same paths. PYTHON is then one of the container, else `python`
+#                    --container-mounts=...` (Pyxis), or a command such as `apptainer exec --nv IMAGE`. The job's folder
+#                    and RUN_DIR must be mounted at the same paths. PYTHON is then the container's, by default `python`
 set -euo pipefail
 
 fail() {
@@ -30,7 +30,7 @@ refuse() {
   esac
 }
 
-# The job's own would win over those of a configuration file.
+# The job's own options override those of a configuration file, so there they would be ignored.
 config=
 previous=
 for argument in "$@"; do
@@ -49,7 +49,7 @@ for name in load save; do
     refuse "$name" "$config: $name"
 done
 
-# Up to a byte 0, so of all lines; `read` calls the end without one a failure.
+# All lines: `read` stops at a NUL byte, and fails where there is none.
 read -r -d '' -a container <<<"${CONTAINER:-}" || true
 if [ "${#container[@]}" = 0 ]; then
   export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
@@ -64,7 +64,7 @@ export COMPLETE_FILE=$RUN_DIR/complete
 mkdir -p "$checkpoints"
 rm -f "$COMPLETE_FILE"
 
-# The first node is the rendezvous' host. Another number for each start, or ranks of the last one could join.
+# The first node is the rendezvous host. Each start has its own id, so that ranks of the previous start cannot join.
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head_address=$(scontrol --oneliner show node "${nodes[0]}" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
 export RENDEZVOUS=$head_address:$((10000 + SLURM_JOB_ID % 20000))
@@ -72,13 +72,13 @@ export RENDEZVOUS_ID=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 
 latest() {
   local iteration=
-  # A job or a disk may end while the file is written.
+  # The job may be killed, or the disk full, while the file is written.
   { read -r iteration <"$checkpoints/latest_checkpointed_iteration.txt"; } 2>/dev/null || true
   [[ $iteration =~ ^[0-9]+$ ]] || iteration=0
   echo "$iteration"
 }
 
-# The number of one job of an array may stand for all of them.
+# SLURM_JOB_ID of one job of an array may also name the whole array.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
 
@@ -95,7 +95,7 @@ requeue() {
   exit 0
 }
 
-# Of one task on each node, whatever the job was given, and with the variables of this script also after `sbatch --export`.
+# One task on each node, whatever the job's options, and with the variables of this script also after `sbatch --export`.
 export SLURM_EXPORT_ENV=ALL
 step=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
 
@@ -110,7 +110,7 @@ trap 'stopping="ended by Slurm"' TERM
 
 echo "job $SLURM_JOB_ID start ${SLURM_RESTART_COUNT:-0}: nodes $SLURM_JOB_NODELIST, $NPROC_PER_NODE ranks each, from iteration $(latest)"
 first=$(latest)
-# --wait: a node whose ranks have ended does not wait longer for others that hang.
+# --wait: nodes whose ranks have ended wait at most this long for others that hang.
 "${step[@]}" --kill-on-bad-exit=1 --wait=300 \
   ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * ${SLURM_NTASKS_PER_NODE:-1}))} "${container[@]}" \
   bash pretrain_scripts/slurm/node.sh "$@" ${CP:+--context-parallel-size "$CP"} \

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# What job.sh starts on each node: torchrun with the job's rendezvous, and who tells its ranks to save and stop.
+# What job.sh starts on each node: torchrun with the job's rendezvous. It also tells the ranks when to save and stop.
 #
 # Ranks save and stop at URG. job.sh sends it, and Slurm sends TERM, to every process of a step: also to torchrun, which
-# would give its ranks 30 seconds, and to the helpers of a rank (Megatron's checkpoint writer, data loaders), without which it
-# cannot save. URG is ignored by all who do not ask for it; TERM is ignored here and in pretrain_job.py, and passed on as URG.
+# would give its ranks 30 seconds, and to the helpers of a rank (Megatron's checkpoint writer, data loaders), without
+# which it cannot save. URG is ignored by processes that do not handle it; TERM is ignored here and in pretrain_job.py,
+# and passed on as URG.
 set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((${SLURM_CPUS_ON_NODE:-1} + NPROC_P
 find_cudnn='import importlib.util as u; print(u.find_spec("nvidia.cudnn").submodule_search_locations[0])'
 if [ -z "${CUDNN_HOME:-}" ] && CUDNN_HOME=$("$PYTHON" -c "$find_cudnn" 2>/dev/null); then export CUDNN_HOME; fi
 
-# As `pgrep --parent`, which slim container images lack.
+# Like `pgrep --parent`, which slim container images lack.
 children_of() {
   local file line parent
   for file in /proc/[0-9]*/stat; do
