@@ -145,13 +145,14 @@ def as_tuple(mesh):
     loss, logits, *_ = model(**batch, return_dict=False)
     with torch.no_grad():
         without_labels = model(batch["input_ids"], position_ids=batch["position_ids"], return_dict=False)
+        whole = model(**batch).logits
     assert type(without_labels) is tuple
-    pairs = (loss, named.loss), (logits, named.logits), (without_labels[0], named.logits)
+    pairs = (loss, named.loss), (logits, named.logits), (without_labels[0], whole)
     return [torch.equal(x, y) for x, y in pairs]
 
 
 def with_log_probs(model):
-    """The model with the log-probability of each next token in its output, as TRL's trainers make it."""
+    """The model with numbers of each next token in its output, as TRL's trainers make it, and one that TRL has not."""
     plain = model.forward
 
     @functools.wraps(type(model).forward)
@@ -163,6 +164,9 @@ def with_log_probs(model):
             (output.logits, shift_labels) if shift_labels is not None else (output.logits[:, :-1], labels[:, 1:])
         )
         output["log_probs"] = -torch.nn.functional.cross_entropy(logits.mT, own, reduction="none")
+        output["entropy"] = torch.distributions.Categorical(logits=logits).entropy().masked_fill(own == -100, 0)
+        output["is_top1"], output["label_mask"] = logits.argmax(-1) == own, own != -100
+        output["unknown"] = logits.detach().sum(-1)
         return output
 
     model.forward = types.MethodType(forward, model)
@@ -178,15 +182,19 @@ def numbers_of_tokens(mesh):
             context_parallel(model, ranks)
         with torch.no_grad():
             each = model(**batch, use_cache=False).log_probs
-        total = model(**batch, use_cache=False).log_probs.sum()
+        output = model(**batch, use_cache=False)
+        metrics = torch.stack([x.detach().sum() for x in (output.entropy.float(), output.is_top1, output.label_mask)])
+        total = output.log_probs.sum()
         total.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         total = total.detach().clone()
         for x in (total, *gradients.values()) if ranks is not None else ():
             dist.all_reduce(x)
-        found.append((each, total, gradients))
-    (each, total, gradients), (own_each, own_total, own_gradients) = found
+        found.append((each, total, gradients, metrics))
+    (each, total, gradients, metrics), (own_each, own_total, own_gradients, own_metrics) = found
     assert own_each.shape == each.shape and type(own_total) is torch.Tensor
+    assert output.unknown.shape[0] == 1 and output.unknown.shape[1] < batch["labels"].numel(), "this rank's rows"
+    assert (own_metrics - metrics).abs().max() < 1e-3 and metrics.min() > 0
     # Who shards the batch undispatches what the model gives.
     local, shard = shard_batch(batch, mesh.get_group(), model.config)
     with torch.no_grad():
@@ -213,6 +221,38 @@ def undispatched_logits(mesh):
         logits = shard.undispatch(model(**local).logits)
     seen = batch["attention_mask"].bool()
     return (logits - expected)[seen].abs().max().item()
+
+
+def whole_logits(mesh):
+    """Differences to one rank of what is made of logits without a gradient, and whether logits were sent for it."""
+    expected, batch = make_model("gemma3")(**padded_batch(), use_cache=False, output_hidden_states=True), padded_batch()
+    model, seen = context_parallel(make_model("gemma3"), mesh), batch["attention_mask"].bool()
+    functions = {
+        "argmax": (lambda x: x.argmax(-1), False),
+        "log_softmax": (lambda x: torch.nn.functional.log_softmax(x.float(), dim=-1).cpu(), False),
+        "max": (lambda x: torch.max(x.detach(), dim=2).values, False),
+        "rows": (lambda x: x[:, :, 3], True),
+        "over rows": (lambda x: x.cumsum(1).argmax(1)[:, None, :1].expand(2, 26, 1), True),
+        "numpy": (lambda x: torch.from_numpy(x.numpy()), True),
+        "copy": (copy.deepcopy, True),
+        "change": (lambda x: x.mul_(3), True),
+    }
+    found = {}
+    for name, (function, is_sent) in functions.items():
+        with torch.no_grad():
+            logits = model(**batch).logits
+            out = function(logits)
+        assert logits.shape == expected.logits.shape and repr(out).startswith("tensor")
+        difference = (out - function(expected.logits.detach().clone()))[seen].abs().max().item()
+        found[name] = difference, (logits._whole is not None) == is_sent
+    with torch.no_grad():
+        hidden = model(**batch, output_hidden_states=True).hidden_states
+    differences = [(x - y)[seen].abs().max().item() for x, y in zip(hidden, expected.hidden_states, strict=True)]
+    found["hidden states"] = max(differences), True
+    frozen = context_parallel(make_model("gemma3"), mesh).requires_grad_(False).train()
+    logits = frozen(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    found["frozen"] = (logits - expected.logits)[seen].abs().max().item(), True
+    return found
 
 
 def embedded_before(mesh):
@@ -321,6 +361,7 @@ def on_two_ranks(_rank, num_ranks):
     out["tuple"] = as_tuple(mesh)
     out["numbers of tokens"] = numbers_of_tokens(mesh)
     out["logits"] = undispatched_logits(mesh)
+    out["whole logits"] = whole_logits(mesh)
     out["number of tokens"] = divided_by_a_number_of_tokens(mesh)
     out["sharded before"] = sharded_before(mesh)
     out["embedded before"] = embedded_before(mesh)
@@ -378,6 +419,12 @@ def test_numbers_of_tokens_are_those_of_the_batch_without_gradients_and_add_up_t
 
 def test_logits_come_back_in_the_order_of_the_batch(results):
     assert max(result["logits"] for result in results) < 1e-5
+
+
+def test_logits_without_a_gradient_are_the_batchs_and_are_sent_only_where_that_is_needed(results):
+    for result in results:
+        for name, (difference, is_right) in result["whole logits"].items():
+            assert difference < 1e-4 and is_right, name
 
 
 def test_a_number_of_tokens_divides_the_losses_of_each_rank(results):

@@ -3,6 +3,7 @@
 import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,6 +84,35 @@ def evaluate(_rank, num_ranks, folder, cp_size):
     return trainer.evaluate()["eval_loss"]
 
 
+def padded(features):
+    """A collator: rows of one length."""
+    tokens = [torch.tensor(x["input_ids"]) for x in features]
+    ids, labels = (torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=n) for n in (0, -100))
+    return {"input_ids": ids, "labels": labels, "attention_mask": (labels >= 0).to(torch.int64)}
+
+
+def accuracy(evaluated):
+    """Of predicted tokens, and how many there are."""
+    is_right = (evaluated.predictions[:, :-1] == evaluated.label_ids[:, 1:])[evaluated.label_ids[:, 1:] >= 0]
+    return {"accuracy": is_right.mean().item(), "count": len(is_right)}
+
+
+def predict(folder, cp_size):
+    """Logits and labels, and metrics of predicted tokens, for batches that are padded and not all full."""
+    fresh_state()
+    parallel = {} if cp_size == 1 else {"parallelism_config": MagiParallelismConfig(cp_size=cp_size)}
+    arguments = TrainingArguments(
+        folder, use_cpu=True, per_device_eval_batch_size=2, report_to=[], disable_tqdm=True, **parallel
+    )
+    predicted = Trainer(make_model("llama"), arguments, padded).predict(samples()[:5])
+    metrics = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, _labels: logits.argmax(-1)}
+    evaluated = Trainer(make_model("llama"), arguments, padded, eval_dataset=samples()[:5], **metrics).evaluate()
+    logits = predicted.predictions[
+        predicted.label_ids >= 0
+    ]  # of padding they are whatever the padded length makes them
+    return logits, predicted.label_ids, evaluated["eval_accuracy"], evaluated["eval_count"]
+
+
 def step_of(accelerator, name):
     """A step of a model on all ranks, compared with one on this rank: differences of the loss and of the gradients."""
     expected = make_model(name)
@@ -139,6 +169,7 @@ def on_two_ranks(rank, _num_ranks, folder):
     out["ddp"] = in_a_loop_of_accelerate()
     out["fsdp2"] = beside_fsdp2()
     out["gathered"] = gathered()
+    out["predicted"] = predict(folder, 2)
     wrong_size()
     return out
 
@@ -148,6 +179,7 @@ def results(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("trainer"))
     try:
         one_rank = {accumulate: train(folder, 1, accumulate) for accumulate in (1, 2)}
+        one_rank["predicted"] = predict(folder, 1)
     finally:
         fresh_state()
     return run_ranks(on_two_ranks, 2, folder, timeout_s=120.0), one_rank
@@ -174,6 +206,15 @@ def test_a_loop_of_accelerate_on_two_ranks_trains_as_on_one(results, wrapper):
 def test_metrics_count_a_batch_that_two_ranks_read_once(results):
     for result in results[0]:
         assert result["gathered"] == ([1.0, 2.0], ["a", "b"], [1.0, 2.0])
+
+
+def test_predictions_and_metrics_are_those_of_whole_sequences(results):
+    two_ranks, one_rank = results
+    logits, labels, accuracy, count = one_rank["predicted"]
+    assert count == (labels[:, 1:] >= 0).sum()
+    for other_logits, other_labels, other_accuracy, other_count in (result["predicted"] for result in two_ranks):
+        assert np.abs(other_logits - logits).max() < 1e-4 and (other_labels == labels).all()
+        assert (other_accuracy, other_count) == (accuracy, count)
 
 
 @pytest.mark.ranks(4)
