@@ -61,13 +61,13 @@ def context_parallel(
             raise ValueError("cp_group_or_mesh: the model is context-parallel over another group already")
         return model
     _check_model(model)
-    own_numbers = _own_numbers(model)
+    own_numbers, has_own_loss = _own_numbers(model), _has_own_loss(model)
 
     @outside_graphs
     def shard(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         names = list(inspect.signature(module.forward).parameters)
         batch = {**dict(zip(names, args, strict=False)), **kwargs, "use_cache": False}
-        _check_call(module, batch, own_numbers)
+        _check_call(module, batch, own_numbers, has_own_loss)
         if hasattr(batch.get("attention_mask"), "magi_shard"):
             return (), batch
         _check_training(module, batch)
@@ -230,6 +230,13 @@ def _own_numbers(model: PreTrainedModel) -> str:
     return ""
 
 
+def _has_own_loss(model: PreTrainedModel) -> bool:
+    """Whether no forward in the model calls transformers' loss function, which takes successors from shift_labels."""
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    forwards = (vars(one).get("forward") for module in models for one in type(module).__mro__)
+    return not any("loss_function" in inspect.unwrap(forward).__code__.co_names for forward in forwards if forward)
+
+
 def _check_model(model: PreTrainedModel) -> None:
     text = model.config.get_text_config()
     check_implementation(model.config)
@@ -257,7 +264,7 @@ def _check_model(model: PreTrainedModel) -> None:
             )
 
 
-def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str) -> None:
+def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str, has_own_loss: bool) -> None:
     if own_numbers and batch.get("position_ids") is None:
         raise ValueError(
             f"position_ids: {type(model).__name__} numbers tokens in a way of its own ({own_numbers}), which a rank "
@@ -269,6 +276,11 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str)
         raise ValueError("output_router_logits: the balance of experts over a whole sequence is not known to a rank")
     if batch.get("labels") is not None and model.loss_function is not ForCausalLMLoss:
         raise ValueError(f"labels: expected the loss of a causal language model, {type(model).__name__} has another")
+    if batch.get("labels") is not None and has_own_loss:
+        raise ValueError(
+            f"labels: {type(model).__name__} computes its loss by code of its own, which takes a row for the successor "
+            "of the one before it; call shard_batch before the model, and compute the loss from shift_labels"
+        )
     keep = batch.get("logits_to_keep", 0)
     if isinstance(keep, torch.Tensor) or keep:
         raise ValueError(

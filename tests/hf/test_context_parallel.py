@@ -13,7 +13,14 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, BartConfig, RobertaConfig
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    BartConfig,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    RobertaConfig,
+)
 
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.hf import context_parallel, log_probs, shard_batch
@@ -95,6 +102,18 @@ def raises(function, *args, **kwargs):
     return None
 
 
+class OwnForCausalLM(LlamaPreTrainedModel):
+    """A model with a loss of its own, as remote code has it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.lm_head = LlamaModel(config), torch.nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, input_ids=None, position_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids, position_ids=position_ids, **kwargs).last_hidden_state)
+        return {"loss": torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:]), "logits": logits}
+
+
 def refusals(mesh):
     """Messages for what cannot be sharded."""
     model = context_parallel(make_model("llama"), mesh)
@@ -111,11 +130,13 @@ def refusals(mesh):
     bart = BartConfig(vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32)
     noisy = context_parallel(make_model("llama"), mesh)
     noisy.get_input_embeddings().neftune_noise_alpha = 5.0
+    own_loss = OwnForCausalLM._from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation="magi")
     scored = context_parallel(with_log_probs(make_model("llama")), mesh)
     classes = AutoModelForSequenceClassification, AutoModelForQuestionAnswering
     heads = [c.from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation="magi") for c in classes]
     return {
         "labels: none were given": raises(model.train(), batch["input_ids"]),
+        "labels: OwnForCausalLM": raises(context_parallel(own_loss, mesh), **batch),
         "neftune_noise_alpha": raises(noisy.train(), **batch),
         "model: LlamaForSequenceClassification": raises(context_parallel, heads[0], mesh),
         "model: LlamaForQuestionAnswering": raises(context_parallel, heads[1], mesh),
