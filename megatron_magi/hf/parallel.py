@@ -83,7 +83,7 @@ def context_parallel(
         if of_batch.is_of_model:  # else the caller knows of rows, and undispatches them
             output = gathered(output, of_batch, kwargs["attention_mask"].shape[1], has_loss)
         if has_loss:
-            loss = output[0]  # of a tuple, and of an output that is asked by number
+            loss = output["loss"] if isinstance(output, dict) else output[0]
             mean = loss.detach().clone()
             dist.all_reduce(mean, group=group)
             mean /= group.size()

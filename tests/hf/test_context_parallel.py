@@ -21,6 +21,7 @@ from transformers import (
     LlamaPreTrainedModel,
     RobertaConfig,
 )
+from transformers.modeling_outputs import CausalLMOutput
 
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.hf import context_parallel, log_probs, shard_batch
@@ -111,7 +112,7 @@ class OwnForCausalLM(LlamaPreTrainedModel):
 
     def forward(self, input_ids=None, position_ids=None, labels=None, **kwargs):
         logits = self.lm_head(self.model(input_ids, position_ids=position_ids, **kwargs).last_hidden_state)
-        return {"loss": torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:]), "logits": logits}
+        return CausalLMOutput(torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:]), logits)
 
 
 def refusals(mesh):
@@ -252,7 +253,6 @@ def whole_logits(mesh):
         "argmax": (lambda x: x.argmax(-1), False),
         "log_softmax": (lambda x: torch.nn.functional.log_softmax(x.float(), dim=-1).cpu(), False),
         "max": (lambda x: torch.max(x.detach(), dim=2).values, False),
-        "rows": (lambda x: x[:, :, 3], True),
         "over rows": (lambda x: x.cumsum(1).argmax(1)[:, None, :1].expand(2, 26, 1), True),
         "numpy": (lambda x: torch.from_numpy(x.numpy()), True),
         "copy": (copy.deepcopy, True),
