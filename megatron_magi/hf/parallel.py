@@ -18,7 +18,8 @@ from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
-from megatron_magi.hf.shard import Shard, shard_batch
+from megatron_magi.hf.outputs import gathered, whole
+from megatron_magi.hf.shard import shard_batch
 
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers whose only look at other tokens is attention."""
@@ -31,7 +32,8 @@ def context_parallel(
 ) -> PreTrainedModel:
     """Makes a model take whole batches, the same on all ranks, and compute this rank's part of them.
 
-    Its forward shards the batch (`shard_batch`), computes, and returns this rank's logits and the whole batch's loss.
+    Its forward shards the batch (`shard_batch`), computes, and returns the whole batch's loss, and logits: this rank's
+    rows ``[1, num_rows, vocab_size]``, but where they have no gradient the whole batch's, gathered when first used.
     The gradients of a rank are those of its rows, times the number of ranks: they are averaged over ranks as those of
     data parallelism are, which FSDP over the joint mesh and DDP do. With ``num_items_in_batch`` a rank's sum of losses
     is divided by that number alone, as under data parallelism: loss and averaged gradients are to be multiplied by the
@@ -59,13 +61,13 @@ def context_parallel(
             raise ValueError("cp_group_or_mesh: the model is context-parallel over another group already")
         return model
     _check_model(model)
-    own_numbers = _own_numbers(model)
+    own_numbers, has_own_loss = _own_numbers(model), _has_own_loss(model)
 
     @outside_graphs
     def shard(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         names = list(inspect.signature(module.forward).parameters)
         batch = {**dict(zip(names, args, strict=False)), **kwargs, "use_cache": False}
-        _check_call(module, batch, own_numbers)
+        _check_call(module, batch, own_numbers, has_own_loss)
         if hasattr(batch.get("attention_mask"), "magi_shard"):
             return (), batch
         _check_training(module, batch)
@@ -77,14 +79,16 @@ def context_parallel(
     def whole_loss(_module: PreTrainedModel, _args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         if not kwargs["attention_mask"].magi_shard.num_calls:
             raise RuntimeError("attention_mask: no layer attended by it; the model's attention is not transformers'")
-        of_batch = kwargs["attention_mask"].magi_shard
-        if isinstance(output, dict) and of_batch.is_of_model:  # else the caller knows of rows, and undispatches them
-            _gather_numbers(output, of_batch, tuple(kwargs["attention_mask"].shape))
-        if kwargs.get("labels") is not None:
-            loss = output[0]  # of a tuple, and of an output that is asked by number
+        of_batch, has_loss = kwargs["attention_mask"].magi_shard, kwargs.get("labels") is not None
+        if of_batch.is_of_model:  # else the caller knows of rows, and undispatches them
+            output = gathered(output, of_batch, kwargs["attention_mask"].shape[1], has_loss)
+        if has_loss:
+            loss = output["loss"] if isinstance(output, dict) else output[0]
             mean = loss.detach().clone()
             dist.all_reduce(mean, group=group)
-            loss = loss + (mean / group.size() - loss.detach())
+            mean /= group.size()
+            # Without a gradient bitwise the same on all ranks, which may choose the best model by it.
+            loss = loss + (mean - loss.detach()) if loss.requires_grad else mean
             if isinstance(output, tuple):
                 return loss, *output[1:]
             output["loss"] = loss
@@ -95,37 +99,6 @@ def context_parallel(
     for module in model.modules():
         setattr(module, CP_GROUP, group.group_name)
     return model
-
-
-class RankNumbers(torch.Tensor):
-    """One number for each of this rank's rows: what adds them up is right, what takes sequences apart is not."""
-
-    @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            out = function(*args, **(kwargs or {}))
-        return out.as_subclass(cls) if function is torch.Tensor.clone else out  # DDP clones what a model returns
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        raise ValueError(
-            "log_probs: a context-parallel model has those of this rank's rows; trainers that need whole sequences "
-            "(TRL's, except SFTTrainer) cannot use it: train without context parallelism, or with "
-            "megatron_magi.hf.log_probs in a loop of your own"
-        )
-
-
-def _gather_numbers(output: dict[str, Any], shard: Shard, shape: tuple[int, ...]) -> None:
-    """Makes numbers of tokens (TRL's log-probabilities, entropies) those of the batch, where there is no gradient.
-
-    With gradients they stay those of this rank's rows, without the shape of a batch.
-    """
-    for name, x in list(output.items()):
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or tuple(x.shape) != shape:
-            continue
-        if torch.is_grad_enabled():
-            output[name] = x.flatten().as_subclass(RankNumbers)
-        else:
-            output[name] = shard.undispatch(x)[:, : shard.num_predictions]
 
 
 @dataclass
@@ -190,34 +163,40 @@ class MagiParallelismConfig(ParallelismConfig):
 
         # The Trainer calls the second one where it evaluates alone.
         accelerator.prepare, accelerator.prepare_model = map(sharded, (accelerator.prepare, accelerator.prepare_model))
-        accelerator.gather_for_metrics = _OncePerBatch(accelerator, self._first_ranks()).gather_for_metrics
-
-    def _first_ranks(self) -> list[int]:
-        """Of the ranks that read the same batch the first, in the order of batches."""
-        mesh = self.get_device_mesh()
-        is_first = tuple(0 if name in self.non_dp_dim_names else slice(None) for name in mesh.mesh_dim_names)
-        return mesh.mesh[is_first].flatten().tolist()
+        accelerator.gather_for_metrics = _OncePerBatch(accelerator, self).gather_for_metrics
 
 
 class _OncePerBatch:
     """An accelerator that gathers from one rank of each batch, so that a metric counts no sample several times."""
 
-    def __init__(self, accelerator: Accelerator, ranks: list[int]) -> None:
-        self._accelerator, self._ranks = accelerator, ranks
+    def __init__(self, accelerator: Accelerator, parallel: MagiParallelismConfig) -> None:
+        mesh = parallel.get_device_mesh()
+        self._accelerator = accelerator
+        self._of_one_batch = [mesh[name].get_group() for name in parallel.non_dp_dim_names]
+        self._of_batches = mesh["dp"].get_group() if parallel.dp_dim_names else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
     def gather(self, tensors: Any) -> Any:
-        num_ranks = self._accelerator.num_processes
-        return recursively_apply(
-            lambda x: x.unflatten(0, (num_ranks, -1))[self._ranks].flatten(0, 1), self._accelerator.gather(tensors)
-        )
+        return recursively_apply(self._gather, tensors)
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the first rank of each batch. Memory for one copy of each batch is enough: they may be logits."""
+        x = x.detach().clone(memory_format=torch.contiguous_format).view(x.shape or (1,))
+        for group in self._of_one_batch:
+            dist.broadcast(x, group=group, group_src=0)
+        if self._of_batches is None:
+            return x
+        out = x.new_empty((self._of_batches.size() * len(x), *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x, self._of_batches)
+        return out
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """accelerate's, which gathers tensors by `gather`, and lists of anything else by a function of its own."""
+        input_data = recursively_apply(whole, input_data)
         use_gather_object = use_gather_object or not _has_tensors_alone(input_data)
-        if use_gather_object and self._accelerator.process_index not in self._ranks:
+        if use_gather_object and any(group.rank() for group in self._of_one_batch):
             input_data = []
         return type(self._accelerator).gather_for_metrics(self, input_data, use_gather_object)
 
@@ -251,6 +230,13 @@ def _own_numbers(model: PreTrainedModel) -> str:
     return ""
 
 
+def _has_own_loss(model: PreTrainedModel) -> bool:
+    """Whether no forward in the model calls transformers' loss function, which takes successors from shift_labels."""
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    forwards = (vars(one).get("forward") for module in models for one in type(module).__mro__)
+    return not any("loss_function" in inspect.unwrap(forward).__code__.co_names for forward in forwards if forward)
+
+
 def _check_model(model: PreTrainedModel) -> None:
     text = model.config.get_text_config()
     check_implementation(model.config)
@@ -278,7 +264,7 @@ def _check_model(model: PreTrainedModel) -> None:
             )
 
 
-def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str) -> None:
+def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str, has_own_loss: bool) -> None:
     if own_numbers and batch.get("position_ids") is None:
         raise ValueError(
             f"position_ids: {type(model).__name__} numbers tokens in a way of its own ({own_numbers}), which a rank "
@@ -290,6 +276,11 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str)
         raise ValueError("output_router_logits: the balance of experts over a whole sequence is not known to a rank")
     if batch.get("labels") is not None and model.loss_function is not ForCausalLMLoss:
         raise ValueError(f"labels: expected the loss of a causal language model, {type(model).__name__} has another")
+    if batch.get("labels") is not None and has_own_loss:
+        raise ValueError(
+            f"labels: {type(model).__name__} computes its loss by code of its own, which takes a row for the successor "
+            "of the one before it; call shard_batch before the model, and compute the loss from shift_labels"
+        )
     keep = batch.get("logits_to_keep", 0)
     if isinstance(keep, torch.Tensor) or keep:
         raise ValueError(
@@ -299,7 +290,9 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str)
 
 
 def _check_training(model: PreTrainedModel, batch: dict[str, Any]) -> None:
-    if not (model.training and torch.is_grad_enabled()):
+    embeds = batch.get("inputs_embeds")
+    has_gradient = any(p.requires_grad for p in model.parameters()) or (embeds is not None and embeds.requires_grad)
+    if not (model.training and torch.is_grad_enabled() and has_gradient):
         return
     if batch.get("labels") is None and batch.get("shift_labels") is None:
         raise ValueError(

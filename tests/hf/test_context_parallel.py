@@ -13,7 +13,15 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, BartConfig, RobertaConfig
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    BartConfig,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    RobertaConfig,
+)
+from transformers.modeling_outputs import CausalLMOutput
 
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.hf import context_parallel, log_probs, shard_batch
@@ -95,6 +103,18 @@ def raises(function, *args, **kwargs):
     return None
 
 
+class OwnForCausalLM(LlamaPreTrainedModel):
+    """A model with a loss of its own, as remote code has it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.lm_head = LlamaModel(config), torch.nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, input_ids=None, position_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids, position_ids=position_ids, **kwargs).last_hidden_state)
+        return CausalLMOutput(torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:]), logits)
+
+
 def refusals(mesh):
     """Messages for what cannot be sharded."""
     model = context_parallel(make_model("llama"), mesh)
@@ -111,11 +131,13 @@ def refusals(mesh):
     bart = BartConfig(vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32)
     noisy = context_parallel(make_model("llama"), mesh)
     noisy.get_input_embeddings().neftune_noise_alpha = 5.0
+    own_loss = OwnForCausalLM._from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation="magi")
     scored = context_parallel(with_log_probs(make_model("llama")), mesh)
     classes = AutoModelForSequenceClassification, AutoModelForQuestionAnswering
     heads = [c.from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation="magi") for c in classes]
     return {
         "labels: none were given": raises(model.train(), batch["input_ids"]),
+        "labels: OwnForCausalLM": raises(context_parallel(own_loss, mesh), **batch),
         "neftune_noise_alpha": raises(noisy.train(), **batch),
         "model: LlamaForSequenceClassification": raises(context_parallel, heads[0], mesh),
         "model: LlamaForQuestionAnswering": raises(context_parallel, heads[1], mesh),
@@ -145,13 +167,14 @@ def as_tuple(mesh):
     loss, logits, *_ = model(**batch, return_dict=False)
     with torch.no_grad():
         without_labels = model(batch["input_ids"], position_ids=batch["position_ids"], return_dict=False)
+        whole = model(**batch).logits
     assert type(without_labels) is tuple
-    pairs = (loss, named.loss), (logits, named.logits), (without_labels[0], named.logits)
+    pairs = (loss, named.loss), (logits, named.logits), (without_labels[0], whole)
     return [torch.equal(x, y) for x, y in pairs]
 
 
 def with_log_probs(model):
-    """The model with the log-probability of each next token in its output, as TRL's trainers make it."""
+    """The model with numbers of each next token in its output, as TRL's trainers make it, and one that TRL has not."""
     plain = model.forward
 
     @functools.wraps(type(model).forward)
@@ -163,6 +186,9 @@ def with_log_probs(model):
             (output.logits, shift_labels) if shift_labels is not None else (output.logits[:, :-1], labels[:, 1:])
         )
         output["log_probs"] = -torch.nn.functional.cross_entropy(logits.mT, own, reduction="none")
+        output["entropy"] = torch.distributions.Categorical(logits=logits).entropy().masked_fill(own == -100, 0)
+        output["is_top1"], output["label_mask"] = logits.argmax(-1) == own, own != -100
+        output["unknown"] = logits.detach().sum(-1)
         return output
 
     model.forward = types.MethodType(forward, model)
@@ -178,15 +204,19 @@ def numbers_of_tokens(mesh):
             context_parallel(model, ranks)
         with torch.no_grad():
             each = model(**batch, use_cache=False).log_probs
-        total = model(**batch, use_cache=False).log_probs.sum()
+        output = model(**batch, use_cache=False)
+        metrics = torch.stack([x.detach().sum() for x in (output.entropy.float(), output.is_top1, output.label_mask)])
+        total = output.log_probs.sum()
         total.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         total = total.detach().clone()
         for x in (total, *gradients.values()) if ranks is not None else ():
             dist.all_reduce(x)
-        found.append((each, total, gradients))
-    (each, total, gradients), (own_each, own_total, own_gradients) = found
+        found.append((each, total, gradients, metrics))
+    (each, total, gradients, metrics), (own_each, own_total, own_gradients, own_metrics) = found
     assert own_each.shape == each.shape and type(own_total) is torch.Tensor
+    assert output.unknown.shape[0] == 1 and output.unknown.shape[1] < batch["labels"].numel(), "this rank's rows"
+    assert (own_metrics - metrics).abs().max() < 1e-3 and metrics.min() > 0
     # Who shards the batch undispatches what the model gives.
     local, shard = shard_batch(batch, mesh.get_group(), model.config)
     with torch.no_grad():
@@ -213,6 +243,37 @@ def undispatched_logits(mesh):
         logits = shard.undispatch(model(**local).logits)
     seen = batch["attention_mask"].bool()
     return (logits - expected)[seen].abs().max().item()
+
+
+def whole_logits(mesh):
+    """Differences to one rank of what is made of logits without a gradient, and whether logits were sent for it."""
+    expected, batch = make_model("gemma3")(**padded_batch(), use_cache=False, output_hidden_states=True), padded_batch()
+    model, seen = context_parallel(make_model("gemma3"), mesh), batch["attention_mask"].bool()
+    functions = {
+        "argmax": (lambda x: x.argmax(-1), False),
+        "log_softmax": (lambda x: torch.nn.functional.log_softmax(x.float(), dim=-1).cpu(), False),
+        "max": (lambda x: torch.max(x.detach(), dim=2).values, False),
+        "over rows": (lambda x: x.cumsum(1).argmax(1)[:, None, :1].expand(2, 26, 1), True),
+        "numpy": (lambda x: torch.from_numpy(x.numpy()), True),
+        "copy": (copy.deepcopy, True),
+        "change": (lambda x: x.mul_(3), True),
+    }
+    found = {}
+    for name, (function, is_sent) in functions.items():
+        with torch.no_grad():
+            logits = model(**batch).logits
+            out = function(logits)
+        assert logits.shape == expected.logits.shape and repr(out).startswith("tensor")
+        difference = (out - function(expected.logits.detach().clone()))[seen].abs().max().item()
+        found[name] = difference, (logits._whole is not None) == is_sent
+    with torch.no_grad():
+        hidden = model(**batch, output_hidden_states=True).hidden_states
+    differences = [(x - y)[seen].abs().max().item() for x, y in zip(hidden, expected.hidden_states, strict=True)]
+    found["hidden states"] = max(differences), True
+    frozen = context_parallel(make_model("gemma3"), mesh).requires_grad_(False).train()
+    logits = frozen(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    found["frozen"] = (logits - expected.logits)[seen].abs().max().item(), True
+    return found
 
 
 def embedded_before(mesh):
@@ -321,6 +382,7 @@ def on_two_ranks(_rank, num_ranks):
     out["tuple"] = as_tuple(mesh)
     out["numbers of tokens"] = numbers_of_tokens(mesh)
     out["logits"] = undispatched_logits(mesh)
+    out["whole logits"] = whole_logits(mesh)
     out["number of tokens"] = divided_by_a_number_of_tokens(mesh)
     out["sharded before"] = sharded_before(mesh)
     out["embedded before"] = embedded_before(mesh)
@@ -378,6 +440,12 @@ def test_numbers_of_tokens_are_those_of_the_batch_without_gradients_and_add_up_t
 
 def test_logits_come_back_in_the_order_of_the_batch(results):
     assert max(result["logits"] for result in results) < 1e-5
+
+
+def test_logits_without_a_gradient_are_the_batchs_and_are_sent_only_where_that_is_needed(results):
+    for result in results:
+        for name, (difference, is_right) in result["whole logits"].items():
+            assert difference < 1e-4 and is_right, name
 
 
 def test_a_number_of_tokens_divides_the_losses_of_each_rank(results):

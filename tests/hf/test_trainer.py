@@ -3,6 +3,7 @@
 import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,7 +72,7 @@ def train(folder, cp_size, accumulate):
 
 
 def evaluate(_rank, num_ranks, folder, cp_size):
-    """The loss of batches of two, the last of one, with two data-parallel ranks."""
+    """Losses and metrics of batches of two, the last of one, with two data-parallel ranks: packed, and padded."""
     fresh_state()
     parallel = {}
     if cp_size > 1:
@@ -80,7 +81,39 @@ def evaluate(_rank, num_ranks, folder, cp_size):
         folder, use_cpu=True, per_device_eval_batch_size=2, report_to=[], disable_tqdm=True, **parallel
     )
     trainer = Trainer(make_model("gemma3"), arguments, DataCollatorWithFlattening(), eval_dataset=samples()[:7])
-    return trainer.evaluate()["eval_loss"]
+    packed = trainer.evaluate()
+    metrics = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, _labels: logits.argmax(-1)}
+    rows = Trainer(make_model("llama"), arguments, padded, eval_dataset=samples()[:7], **metrics).evaluate()
+    return [packed["eval_loss"], *(rows[f"eval_{name}"] for name in ("loss", "accuracy", "count"))]
+
+
+def padded(features):
+    """A collator: rows of one length."""
+    tokens = [torch.tensor(x["input_ids"]) for x in features]
+    ids, labels = (torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=n) for n in (0, -100))
+    return {"input_ids": ids, "labels": labels, "attention_mask": (labels >= 0).to(torch.int64)}
+
+
+def accuracy(evaluated):
+    """Of predicted tokens, and how many there are."""
+    is_right = (evaluated.predictions[:, :-1] == evaluated.label_ids[:, 1:])[evaluated.label_ids[:, 1:] >= 0]
+    return {"accuracy": is_right.mean().item(), "count": len(is_right)}
+
+
+def predict(folder, cp_size):
+    """Logits and labels, and metrics of predicted tokens, for batches that are padded and not all full."""
+    fresh_state()
+    parallel = {} if cp_size == 1 else {"parallelism_config": MagiParallelismConfig(cp_size=cp_size)}
+    arguments = TrainingArguments(
+        folder, use_cpu=True, per_device_eval_batch_size=2, report_to=[], disable_tqdm=True, **parallel
+    )
+    predicted = Trainer(make_model("llama"), arguments, padded).predict(samples()[:5])
+    metrics = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, _labels: logits.argmax(-1)}
+    evaluated = Trainer(make_model("llama"), arguments, padded, eval_dataset=samples()[:5], **metrics).evaluate()
+    logits = predicted.predictions[
+        predicted.label_ids >= 0
+    ]  # of padding they are whatever the padded length makes them
+    return logits, predicted.label_ids, evaluated["eval_accuracy"], evaluated["eval_count"]
 
 
 def step_of(accelerator, name):
@@ -139,6 +172,7 @@ def on_two_ranks(rank, _num_ranks, folder):
     out["ddp"] = in_a_loop_of_accelerate()
     out["fsdp2"] = beside_fsdp2()
     out["gathered"] = gathered()
+    out["predicted"] = predict(folder, 2)
     wrong_size()
     return out
 
@@ -148,6 +182,7 @@ def results(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("trainer"))
     try:
         one_rank = {accumulate: train(folder, 1, accumulate) for accumulate in (1, 2)}
+        one_rank["predicted"] = predict(folder, 1)
     finally:
         fresh_state()
     return run_ranks(on_two_ranks, 2, folder, timeout_s=120.0), one_rank
@@ -176,8 +211,17 @@ def test_metrics_count_a_batch_that_two_ranks_read_once(results):
         assert result["gathered"] == ([1.0, 2.0], ["a", "b"], [1.0, 2.0])
 
 
+def test_predictions_and_metrics_are_those_of_whole_sequences(results):
+    two_ranks, one_rank = results
+    logits, labels, accuracy, count = one_rank["predicted"]
+    assert count == (labels[:, 1:] >= 0).sum()
+    for other_logits, other_labels, other_accuracy, other_count in (result["predicted"] for result in two_ranks):
+        assert np.abs(other_logits - logits).max() < 1e-4 and (other_labels == labels).all()
+        assert (other_accuracy, other_count) == (accuracy, count)
+
+
 @pytest.mark.ranks(4)
 def test_evaluation_beside_data_parallelism_is_that_of_data_parallelism_alone(tmp_path):
     alone = run_ranks(evaluate, 2, str(tmp_path), 1, timeout_s=60.0)
     beside = run_ranks(evaluate, 4, str(tmp_path), 2, timeout_s=60.0)
-    assert beside == pytest.approx(alone * 2, abs=1e-5)
+    assert np.array(beside) == pytest.approx(np.array(alone * 2), abs=1e-5)
