@@ -106,6 +106,7 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
     from megatron_magi.mcore.trainer import check_padding
     from megatron_magi.mcore.validate import (
         check_full_validation,
+        check_layout,
         chunk_notices,
         settle_arguments,
         validate_arguments,
@@ -124,6 +125,7 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
     result = stock(args, defaults)
     for name, value in wanted.items():
         setattr(args, name, value)
+    check_layout(args)
     padded = buffer_length(args)
     check_padding(args, padded)
     for notice in chunk_notices(args, padded):

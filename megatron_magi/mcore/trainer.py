@@ -86,10 +86,14 @@ def check_padding(args: Namespace, seq_length: int) -> None:
 
 
 def _check_padded_experts(args: Namespace, advice: str) -> None:
-    if args.overlap_moe_expert_parallel_comm and _router_counts_tokens(args):
-        raise ValueError(
-            f"overlap_moe_expert_parallel_comm: Megatron's router takes padding for tokens there; {advice}"
-        )
+    # Of a layer in chunks, and of one whose communication is overlapped, the router is not given the mask of padding.
+    unmasked = {
+        "overlap_moe_expert_parallel_comm": args.overlap_moe_expert_parallel_comm,
+        "mlp_chunks_for_training": args.mlp_chunks_for_training > 1,
+    }
+    for name, is_given in unmasked.items():
+        if is_given and _router_counts_tokens(args):
+            raise ValueError(f"{name}: Megatron's router takes padding for tokens there; {advice}")
     if args.moe_z_loss_coeff and not args.calculate_per_token_loss:
         raise ValueError(
             f"moe_z_loss_coeff: Megatron weighs ranks alike, which padding makes unequal; {advice}, "

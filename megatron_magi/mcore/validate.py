@@ -122,6 +122,32 @@ def check_full_validation(args: Namespace, padded: int, padded_alone: int) -> No
     )
 
 
+def check_layout(args: Namespace) -> None:
+    """Refuses multi-token prediction in a later model chunk of the first pipeline stage.
+
+    Megatron means to, but looks at the other chunks (pipeline_parallel_layer_layout.py:131), and then leaves the
+    gradients of that chunk's copy of the embedding out.
+
+    Args:
+        args: a command line that Megatron has validated.
+
+    Raises:
+        ValueError: the layout has it there.
+    """
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout = args.pipeline_model_parallel_layout
+    if layout is None or not args.mtp_num_layers:
+        return
+    _, *later = PipelineParallelLayerLayout(layout, args.pipeline_model_parallel_size).layout[0]
+    if any(LayerType.mtp in chunk for chunk in later):
+        raise ValueError(
+            f"pipeline_model_parallel_layout: {layout} has multi-token prediction in a later chunk of the first "
+            "pipeline stage, where Megatron does not add up the gradients of the embedding; move it to another stage"
+        )
+
+
 def _is_rotary(args: Namespace) -> bool:
     """Megatron gives up the fusion by itself for other embeddings of positions."""
     return args.use_rotary_position_embeddings or args.position_embedding_type == "rope"

@@ -159,7 +159,7 @@ def _with_experts(**given: object) -> SimpleNamespace:
     usual = {
         "seq_length": 125, "tp_comm_overlap": False, "cuda_graph_impl": "none", "num_experts": 4,
         "moe_router_load_balancing_type": "aux_loss", "moe_expert_capacity_factor": None, "moe_z_loss_coeff": None,
-        "calculate_per_token_loss": False, "overlap_moe_expert_parallel_comm": False,
+        "calculate_per_token_loss": False, "overlap_moe_expert_parallel_comm": False, "mlp_chunks_for_training": 1,
     }  # fmt: skip
     return SimpleNamespace(**usual | given)
 
@@ -180,6 +180,7 @@ def test_padding_that_a_loss_of_experts_would_weigh_wrongly_is_refused_by_name()
         ("moe_router_load_balancing_type", ["quantile_balancing"]),
         ("moe_expert_capacity_factor", 1.0),
         ("overlap_moe_expert_parallel_comm", True),
+        ("mlp_chunks_for_training", 2),
     ],
     ids=str,
 )
@@ -192,18 +193,20 @@ def test_padding_that_would_take_the_place_of_tokens_at_experts_is_refused_by_na
         check_padding(args, 126)
 
 
-def test_padding_that_no_loss_and_no_bias_of_experts_counts_may_be_routed_while_others_communicate() -> None:
+@pytest.mark.parametrize(
+    ("option", "given"), [("overlap_moe_expert_parallel_comm", True), ("mlp_chunks_for_training", 2)]
+)
+def test_padding_that_no_loss_and_no_bias_of_experts_counts_may_be_routed(option: str, given: object) -> None:
     args = _with_experts(
-        overlap_moe_expert_parallel_comm=True, calculate_per_token_loss=True, moe_aux_loss_coeff=0.0,
-        moe_router_enable_expert_bias=False,
-    )  # fmt: skip
+        calculate_per_token_loss=True, moe_aux_loss_coeff=0.0, moe_router_enable_expert_bias=False, **{option: given}
+    )
     check_padding(args, 126)
     for name, value in (
         ("moe_aux_loss_coeff", 1e-2),
         ("moe_z_loss_coeff", 1e-3),
         ("moe_router_enable_expert_bias", True),
     ):
-        with pytest.raises(ValueError, match=r"^overlap_moe_expert_parallel_comm: "):
+        with pytest.raises(ValueError, match=f"^{option}: "):
             check_padding(SimpleNamespace(**{**vars(args), name: value}), 126)
 
 

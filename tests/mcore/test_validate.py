@@ -15,7 +15,7 @@ from megatron_magi.mask import builders
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
 from megatron_magi.mcore.forward_step import attention_shape
 from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, summary, with_nodes
-from megatron_magi.mcore.validate import check_unused, settle_arguments, validate_arguments
+from megatron_magi.mcore.validate import check_layout, check_unused, settle_arguments, validate_arguments
 from megatron_magi.plan import make_dispatch
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
@@ -90,6 +90,16 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
 def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         _validate(monkeypatch, *extra)
+
+
+def test_multi_token_prediction_in_a_later_chunk_of_the_first_stage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradient norms are wrong there, with every attention backend."""
+    predicts = ["--mtp-num-layers", "1", "--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout"]
+    for layout in ("Ettttm|L", "Ett|t|t|mL"):
+        check_layout(_parse(monkeypatch, *predicts, layout))
+    with pytest.raises(ValueError, match=r"^pipeline_model_parallel_layout: Ett\|t\|tm\|L has .*another stage"):
+        check_layout(_parse(monkeypatch, *predicts, "Ett|t|tm|L"))
+    check_layout(_parse(monkeypatch, *predicts[2:], "Ett|t|t|L"))
 
 
 def test_dropout_of_a_checkpoint_cannot_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
