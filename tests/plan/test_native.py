@@ -138,7 +138,8 @@ def searches(draw):
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     cp_size = draw(st.integers(2, 6) | st.integers(7, 40))
     num_chunks = cp_size * draw(st.integers(1, 4)) + draw(st.integers(0, 3))
-    block = np.unique(np.sort(rng.integers(0, draw(st.integers(1, num_chunks)), num_chunks)), return_inverse=True)[1]
+    block = np.sort(rng.integers(0, num_chunks // draw(st.sampled_from([1, 2, 4])) + 1, num_chunks))
+    block = np.unique(block, return_inverse=True)[1]  # no block without chunks
     needs = rng.random((num_chunks, int(block[-1]) + 1)) < draw(st.sampled_from([0.1, 0.3, 0.8]))
     traffic = object.__new__(Traffic)
     traffic.first, traffic.needed = np.append(0, needs.sum(axis=1).cumsum()), np.nonzero(needs)[1]
