@@ -26,10 +26,10 @@ void tighten(Band& b) {
 // Sum of first + i for start <= i < stop.
 Int ramp(Int first, Int start, Int stop) { return (stop - start) * first + (stop - start) * (start + stop - 1) / 2; }
 
-// Number of visible pairs, at least one.
+// Number of visible pairs of a tight band, or of a part of its keys; at least one.
 Int area(const Band& b) {
   const Int q0 = std::max(b.q0, b.k0 - b.hi + 1), rows = std::min(b.q1, b.k1 - b.lo) - q0;
-  const Int high = std::clamp<Int>(b.k1 - b.hi - q0, 0, rows), low = std::clamp<Int>(b.k0 - b.lo - q0, 0, rows);
+  const Int high = std::max<Int>(0, b.k1 - b.hi - q0), low = std::min(rows, b.k0 - b.lo - q0);
   const Int ends = ramp(q0 + b.hi, 0, high) + (rows - high) * b.k1;
   const Int begins = low * b.k0 + ramp(q0 + b.lo, low, rows);
   return ends - begins;

@@ -31,11 +31,10 @@ std::vector<T> some(const std::vector<T>& candidates, Int few) {
 class Shards {
  public:
   Shards(const Ints& ranks, const Int* areas, Int cp_size)
-      : rank(ranks), load(cp_size, 0), area(areas), largest_(0), chunks_(cp_size) {
+      : rank(ranks), load(cp_size, 0), area(areas), chunks_(cp_size) {
     for (Int i = 0; i < static_cast<Int>(rank.size()); ++i) {
       chunks_[rank[i]].push_back({area[i], i});
       load[rank[i]] += area[i];
-      largest_ = std::max(largest_, area[i]);
     }
     for (auto& row : chunks_) std::sort(row.begin(), row.end());
     for (Int r = 0; r < cp_size; ++r) order_.insert({load[r], r});
@@ -60,7 +59,7 @@ class Shards {
       if (load[top] - half > most) return;
       Int at = 0;  // the wanted area rises with the chunk
       for (Int m = 0; m < static_cast<Int>(mine.size()); ++m) {
-        const Int wanted = std::clamp<Int>(mine[m].area - half, 0, largest_);
+        const Int wanted = mine[m].area - half;
         while (at < count && theirs[at].area < wanted) ++at;
         Int after[2];
         for (Int side : {0, 1}) {
@@ -112,7 +111,6 @@ class Shards {
     row.insert(std::lower_bound(row.begin(), row.end(), chunk), chunk);
   }
 
-  Int largest_;
   std::set<std::pair<Int, Int>> order_;
   std::vector<std::vector<Chunk>> chunks_;
 };

@@ -171,11 +171,7 @@ inline Ints tile_starts(const Bands& bands, Int num_rows, Int block_m, Int tile_
         starts.push_back(begin);
       }
     }
-    if (end - first > block_m) {
-      const Int full = (end - first - 1) / block_m;
-      for (Int j = 1; j <= full; ++j) starts.push_back(first + j * block_m);
-      first += full * block_m;
-    }
+    for (; end - first > block_m; first += block_m) starts.push_back(first + block_m);
   }
   return starts;
 }
@@ -225,7 +221,6 @@ struct Tiles {
       end = std::max(end, pieces[i].k1 + reach);
       group[i] = current;
     }
-    std::iota(order.begin(), order.end(), Int{0});
     std::stable_sort(order.begin(), order.end(), [&](Int a, Int b) {
       return group[a] != group[b] ? group[a] < group[b] : pieces[a].q0 < pieces[b].q0;
     });

@@ -25,7 +25,7 @@ class Driver:
     """Notes what it is told: kernels with their parameters, and tensor maps that were moved."""
 
     def __init__(self) -> None:
-        self.told, self.refusals, self.inside = [], [], []
+        self.told, self.refusals, self.refused_moves, self.inside = [], [], [], []
 
     def launch(self, config, function, pointers, _extra):
         if self.refusals:
@@ -38,6 +38,8 @@ class Driver:
         return 0
 
     def move(self, at, address):
+        if self.refused_moves:
+            return self.refused_moves.pop(0)
         self.told.append(("move", address))
         ctypes.c_uint64.from_address(at).value = 2 * address
         return 0
@@ -120,6 +122,22 @@ def test_what_cuda_refuses_is_raised_and_the_next_call_begins_anew(told, refusal
     told.told.clear()
     calls.queue(4096, 512)
     assert [entry[0] for entry in told.told] == [1, 2, 3]
+
+
+def test_a_map_that_could_not_be_moved_is_moved_by_the_next_call(told):
+    calls = make()
+    told.refused_moves = [1]
+    with pytest.raises(RuntimeError, match="CUDA error 1,"):
+        calls.queue(4096, 512)
+    assert not told.told, "no kernel reads from where the map was"
+    calls.queue(4096, 512)
+    assert [entry[0] for entry in told.told] == ["move", 1, 2, 3]
+
+
+def test_no_parameter_but_those_listed_is_written(told):
+    # Behind the list of patches lie the addresses: as a patch, these would put 16 at byte 16 of the first parameters.
+    make().queue(16, 0)
+    assert told.told[1][-1] == (0, 32, 12, 13, 14, 15)
 
 
 def test_a_kernel_that_is_timed_is_launched_by_python(told):

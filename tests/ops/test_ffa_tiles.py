@@ -15,7 +15,7 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
 from megatron_magi.mask.bands import transpose
 from megatron_magi.mask.dense import dense_bands
-from megatron_magi.ops.hopper import native
+from megatron_magi.ops.hopper import native, tuning
 from megatron_magi.ops.hopper.cuts import _segment_columns
 from megatron_magi.ops.hopper.plan import Tiling, make_host_plan
 from megatron_magi.ops.hopper.schedule import best_splits
@@ -201,6 +201,33 @@ def test_columns_of_different_rows_share_a_pass_up_to_the_same_gap(gap):
     bands = rectangles([0, 50, 0, 100], [50, 100, 100 + gap, 300])
     assert len(plan_tiles(bands, 100, 128, 128).passes) == (1 if gap <= 64 else 2)
     assert_planned_alike(bands, 100, 128, 128)
+
+
+@built
+def test_no_numpy_is_needed_where_no_row_has_two_intervals_close_together(monkeypatch):
+    # 128 rows see ten ranges that touch, by diagonals that only reach their corners; the next 64 and 64 two ranges that
+    # are far from each other, those of the first 64 close to those of the others.
+    table = [[0, 128, k, k + 10, k - 127, k + 10] for k in range(0, 100, 10)]
+    table += [
+        [q, q + 64, k + q // 8, k + q // 8 + 20, -bd.NO_DIAGONAL, bd.NO_DIAGONAL] for k in (0, 1000) for q in (128, 192)
+    ]
+    bands = np.random.default_rng(0).permutation(np.array(table, dtype=np.int64))
+    assert_planned_alike(bands, 256, 128, 128)
+    monkeypatch.delattr(native, "assign_passes")
+    plan = native.plan_tiles(bands, 256, 128, 128)
+    assert [len(range(*tile[1:3])) for tile in plan.tiles[np.argsort(plan.tiles[:, 0])]] == [1, 2]
+
+
+@pytest.mark.parametrize("planner", [plan_tiles, pytest.param(native.plan_tiles, marks=built)], ids=["python", "cpp"])
+@pytest.mark.parametrize("more", [-1, 0])
+def test_a_tile_is_closed_where_that_costs_no_more_than_it_saves(planner, more):
+    # 64 rows see 1000 columns, the next 200 some of them and others, which all rows behind see. Closed after the first
+    # rows the tiles are half a tile more, of so many columns and what a tile costs; that saves the columns not shared.
+    shared = 100
+    columns = tuning.TILE_COST_COLUMNS + 2 * shared + more
+    bands = rectangles([0, 64, 0, 1000], [64, 264, 1000 - shared, 1000 - shared + columns], [264, 400, 1000, 5000])
+    starts = sorted(planner(bands, 400, 128, 128).tiles[:, 0].tolist())
+    assert (64 in starts) == (more == 0)
 
 
 def test_which_planner_plans_tiles(monkeypatch):

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import Plan, make_plan, native, swaps
-from megatron_magi.plan.balance import candidates
+from megatron_magi.plan.affinity import search
+from megatron_magi.plan.balance import _even, candidates
+from megatron_magi.plan.swaps import sum_by_rank
+from megatron_magi.plan.traffic import Start, Traffic
 
 from .test_plan import LONG, assume_enough_tokens, configs, masks, uneven_lengths
 
@@ -127,6 +130,58 @@ def test_candidates_of_packed_documents_are_those_of_the_python_planner(
     with patch.multiple(swaps, **limits):
         for tolerance in (1.0, 1.03):
             assert_equal_dispatches(mask, scale * chunk, cp_size, balance_tolerance=tolerance, algorithm="affinity")
+
+
+@st.composite
+def searches(draw):
+    """Arguments of `affinity.search` of any kind: chunks need any blocks, perhaps not their own; many are alike."""
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    cp_size = draw(st.integers(2, 6) | st.integers(7, 40))
+    num_chunks = cp_size * draw(st.integers(1, 4)) + draw(st.integers(0, 3))
+    block = np.sort(rng.integers(0, num_chunks // draw(st.sampled_from([1, 2, 4])) + 1, num_chunks))
+    block = np.unique(block, return_inverse=True)[1]  # no block without chunks
+    needs = rng.random((num_chunks, int(block[-1]) + 1)) < draw(st.sampled_from([0.1, 0.3, 0.8]))
+    traffic = object.__new__(Traffic)
+    traffic.first, traffic.needed = np.append(0, needs.sum(axis=1).cumsum()), np.nonzero(needs)[1]
+    traffic.block, traffic.chunk_rows = block, rng.integers(1, draw(st.sampled_from([2, 5, 1 << 24])), num_chunks)
+    traffic.block_rows = np.bincount(block, traffic.chunk_rows).astype(np.int64)
+    area = rng.integers(0, draw(st.sampled_from([2, 4, 100, 1 << 46])), num_chunks)
+    balanced = rng.permutation(np.arange(num_chunks) % cp_size)
+    tight = int(sum_by_rank(balanced, area, cp_size).max())
+    loads = [tight * part // 8 for part in draw(st.lists(st.integers(8, 24), min_size=1, max_size=4))]
+    starts = [
+        Start(np.where(rng.random(num_chunks) < kept, rng.permutation(balanced), -1), most, least)
+        for kept, most, least in draw(
+            st.lists(
+                st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from(loads), st.sampled_from([0, *loads])),
+                min_size=1,
+                max_size=3,
+            )
+        )
+    ]
+    return traffic, area, balanced, starts, sorted(loads, reverse=True), draw(st.permutations(loads))
+
+
+@built
+@settings(max_examples=150)
+@given(
+    arguments=searches(),
+    limits=st.fixed_dictionaries(
+        {
+            "SWAPS_PER_CHUNK": st.sampled_from([0, 1, swaps.SWAPS_PER_CHUNK]),
+            "PARTNERS": st.sampled_from([1, swaps.PARTNERS]),
+            "SWAPS_TRIED": st.sampled_from([1, 2, swaps.SWAPS_TRIED]),
+            "GATHERING_PASSES": st.sampled_from([0, 1, swaps.GATHERING_PASSES]),
+        }
+    ),
+)
+def test_any_search_finds_what_that_in_python_finds(arguments, limits) -> None:
+    _, area, balanced, _, targets, _ = arguments
+    with patch.multiple(swaps, **limits):
+        np.testing.assert_array_equal(native.search(*arguments), search(*arguments))
+        for target in (0, *targets):
+            capacity = np.bincount(balanced)
+            np.testing.assert_array_equal(native.even(area, capacity, target), _even(area, capacity, target))
 
 
 @built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from megatron_magi import thresholds
 from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.mask.dense import dense_mask
+from megatron_magi.mask.dense import dense_bands, dense_mask
 from megatron_magi.ops.hopper import choices, kernels
 from megatron_magi.plan import dispatch_from_chunks, make_dispatch, make_plan, native, predict
 from megatron_magi.plan.balance import candidates, fastest, predictions
@@ -47,10 +48,24 @@ def scored(mask: AttnMask, cp_size: int, config: DispatchConfig):
     return found, predictions(found, mask, bounds, cp_size, config, OVERLAP)
 
 
+@st.composite
+def banded_masks(draw) -> AttnMask:
+    """A window, or rows that see two ranges of keys, in any order."""
+    total, rng = draw(st.integers(4, 48)), np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    if draw(st.booleans()):
+        return builders.sliding_window(total, draw(st.integers(0, 8)), draw(st.integers(0, 8)))
+    cuts = np.unique([0, *rng.integers(0, total, draw(st.integers(0, 6))), total])
+    slices = []
+    for q0, q1 in itertools.pairwise(cuts.tolist()):
+        k = np.sort(rng.integers(0, total + 1, 4))
+        slices += [[q0, q1, *k[:2], rng.integers(4)], [q0, q1, *k[2:], rng.integers(4)]]
+    return AttnMask(rng.permutation(np.array(slices)), total)
+
+
 @built
 @settings(max_examples=150)
 @given(
-    mask=masks(may_be_long=True),
+    mask=masks(may_be_long=True) | banded_masks(),
     cp_size=st.integers(1, 6),
     seed=st.integers(0, 99),
     chunk=st.integers(1, 9),
@@ -60,6 +75,31 @@ def test_counts_in_cpp_equal_those_in_python(mask, cp_size, seed, chunk, node) -
     bounds, rank = scattered(mask, cp_size, seed, chunk * (LONG if mask.total_seqlen_q >= LONG else 1))
     for ours, theirs in zip(*(c(mask, bounds, rank, cp_size, node) for c in (count, native.count)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@settings(max_examples=40)
+@given(
+    mask=masks(max_seqlen=30) | banded_masks(),
+    cp_size=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    chunk=st.integers(1, 9),
+)
+def test_counts_are_those_of_the_pieces_of_the_dense_mask(mask, cp_size, seed, chunk) -> None:
+    bounds, rank = scattered(mask, cp_size, seed, chunk)
+    held = np.repeat(rank, np.diff(bounds))
+    expected, firsts = np.zeros((4, 2, cp_size), dtype=np.int64), [[set() for _ in range(cp_size)] for _ in range(2)]
+    runs = np.split(np.arange(len(held)), np.flatnonzero(np.diff(held)) + 1)
+    for band, rows in itertools.product(mask.bands, runs):
+        this, seen = held[rows[0]], dense_bands(band[None], len(held), len(held))[rows]
+        for place, keys in enumerate((held == this, held != this)):
+            of = np.flatnonzero(seen.any(axis=0) & keys)
+            if len(of):
+                see = seen[:, of[0] : of[-1] + 1].any(axis=1)  # also keys between them
+                expected[:3, place, this] += seen[:, of].sum(), see.sum(), len(of)
+                firsts[place][this].add(rows[see][0])
+    expected[3] = [[len(first) for first in of_place] for of_place in firsts]
+    counts = count(mask, bounds, rank, cp_size, 8)
+    np.testing.assert_array_equal([counts.area, counts.rows, counts.keys, counts.starts], expected)
 
 
 @settings(max_examples=50)

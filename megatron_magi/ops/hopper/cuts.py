@@ -35,10 +35,9 @@ def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int, masked_cost: fl
             if more * (columns + tuning.TILE_COST_COLUMNS) <= columns - common + masked:
                 first = begin
                 starts.append(begin)
-        if end - first > block_m:
-            full = (end - first - 1) // block_m
-            starts += range(first + block_m, first + full * block_m + 1, block_m)
-            first += full * block_m
+        full = (end - first - 1) // block_m
+        starts += range(first + block_m, first + full * block_m + 1, block_m)
+        first += full * block_m
     return np.array(starts, dtype=np.int64)
 
 
