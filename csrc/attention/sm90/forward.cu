@@ -25,6 +25,13 @@ constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQStages = Q_STAGES;
 constexpr int kRows = 64;         // query rows of a warpgroup
 constexpr int kBehind = 1 << 30;  // a key out of bounds: TMA fills zeros
+
+// Registers of a thread. Together they are all that the block was launched with: 512 threads of 128, 384 of 168. The
+// producer gets what the consumers can spare without serialising products; with 24 or 32 it spills to the stack, which
+// costs up to 2 % of the forward. Three consumer warpgroups with heads of 64 have nothing to spare.
+constexpr int kProducerRegisters = kGroups == 2 ? 40 : kHeadDim > 64 ? 56 : 32;
+constexpr int kConsumerRegisters = ((kGroups == 2 ? 504 : 512) - kProducerRegisters) / kGroups;
+static_assert(kConsumerRegisters % 8 == 0, "setmaxnreg takes multiples of 8");
 using T = DTYPE;
 
 #include "row_products.cuh"
@@ -431,11 +438,11 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   // With GATED this kernel overlaps announce_rows.cu; all else that it reads was written before that kernel started.
   if (!GATED) await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<kGroups == 3 ? 32 : 24>();  // together with registers_grow: all registers of the block
+    registers_shrink<kProducerRegisters>();
     if (threadIdx.x == 0) produce(p, s);
     if (threadIdx.x == 32) find_queries(p, s);
   } else {
-    registers_grow<kGroups == 3 ? 160 : 240>();
+    registers_grow<kConsumerRegisters>();
     consume(p, s, uniform(threadIdx.x / 128) - 1);
   }
 }
