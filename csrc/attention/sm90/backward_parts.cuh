@@ -30,7 +30,7 @@ struct BackwardPartParams {
   const float* lse;    // [num_heads, stats_row]: times log2 e
   const float* delta;  // [num_heads, stats_row]: negated
   void *dq, *dk, *dv;
-  int* counter;                                           // three words; zero between launches, see leave()
+  int* counter;                                           // two words; zero between launches, see leave()
   i64 dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;  // strides, elements
   // num_heads and group count packed query heads as one, with their rows interleaved (load_packed); lse and delta have
   // these rows, and so has the plan of the kernel for keys.
@@ -40,7 +40,7 @@ struct BackwardPartParams {
   int head_section;  // for queries: heads of a section, see section_item(); packed heads count as one
   float scale, scale_log2, softcap_factor;
   int log2_packed;  // see row_tiles.cuh
-  int long_blocks;  // for queries: blocks from which on the keys and values exceed the L2 cache
+  int long_blocks;  // for queries: blocks of a pass from which on its keys and values exceed the L2 cache
 #if GATED
   Gate gate;
 #endif

@@ -12,6 +12,8 @@
 // values), STAGED (0 or 1: dQ is staged in shared memory), GATED (0 or 1: keys from a given index on are in separate
 // tensors and arrive while the kernel runs).
 
+#define IN_STEP 0
+
 #include "backward_parts.cuh"
 #include "row_tiles.cuh"
 #include "staging.cuh"

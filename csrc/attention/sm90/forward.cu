@@ -16,6 +16,8 @@
 
 constexpr int kGroups = GROUPS;  // consumer warpgroups
 
+#define IN_STEP GATED
+
 #include "../../common/wgmma.cuh"
 #include "row_tiles.cuh"
 #include "softmax.cuh"

@@ -3,7 +3,8 @@
 // soon as their buffers are free. The producer thread loads the key blocks and describes each in shared memory next to
 // its keys, so that consumers read no tables.
 //
-// Define before including: kGroups, the number of consumer warpgroups, at most three.
+// Define before including: kGroups, the number of consumer warpgroups, at most three; IN_STEP, whether thread blocks
+// are kept in step, see InStep.
 #pragma once
 
 #include "tiles.cuh"
@@ -99,15 +100,15 @@ DEVICE void prefetch_items(const Params& p, PassBoard& board, Rows& load_rows) {
     if (item.x < 0) break;
   }
   let_next_kernel_start();
-  if (!GATED) leave(p.counter);
+  if (!IN_STEP) leave(p.counter);
 }
 
 // ---- producer: one thread. Params: also long_blocks, of which the keys and values exceed the L2 cache ----
 
-#if GATED
-// Where keys arrive while the kernel runs: keeps thread blocks in step through long items of several passes. Some
-// thread blocks start 1 to 2 ms after the others, because their SMs were still publishing rows. Thread blocks out of
-// step read keys at different places, together more than the L2 cache holds. So each waits, at the start of an item,
+#if IN_STEP
+// For kernels that start while their keys arrive: keeps thread blocks in step through long items of several passes.
+// Some thread blocks start 1 to 2 ms after the others, because their SMs were still publishing rows. Thread blocks out
+// of step read keys at different places, together more than the L2 cache holds. So each waits, at the start of an item,
 // until all have started as many; but only after two items of one length, as items of different lengths are never in
 // step, and only for some 4 % of an item, so that one that is far behind is caught up with over several items.
 struct InStep {
@@ -144,7 +145,7 @@ struct InStep {
 template <typename Params, typename Loader>
 DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
   Ring<2> slot;
-#if GATED
+#if IN_STEP
   InStep in_step{reinterpret_cast<u32*>(p.counter + 2)};
 #endif
 #pragma unroll 1
@@ -158,7 +159,7 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
     const bool first = item.z >= 0;
     if (first && item.w && count >= p.long_blocks)
       keep_together(p.counter, item.z, OF_MASK(p, num_tiles) * p.num_heads, count);
-#if GATED
+#if IN_STEP
     if (first) in_step.start_item(p.long_blocks, item.w);
     in_step.num_blocks += count;
 #endif
@@ -174,7 +175,7 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
     barrier_arrive(smem_address(&board.empty[slot.index]));
     slot.advance();
   }
-#if GATED
+#if IN_STEP
   in_step.end(p.counter);
 #endif
 }
