@@ -206,6 +206,7 @@ def test_typed_values_and_defaults_can_be_read_by_name():
 
 
 def test_a_misspelt_name_is_warned_about_once():
+    envs._warn_of.cache_clear()
     with pytest.warns(UserWarning, match="MAGI_ATTENTION_DETERMINISTIC$") as found:
         assert envs.load({PREFIX + "DETERMINISTIC": "1", "PATH": "/bin"}) == envs.load({PREFIX + "DETERMINISTIC": "1"})
     assert len(found) == 1

@@ -109,13 +109,13 @@ def distributed_attention(
                 q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits
             )  # fmt: skip
             call = _make_call(kind, rank_plan)
+        _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
+        if is_new:
+            _make_room(k, v, call, rank_plan)
             if len(known) >= _MOST_CALLS:
                 known.clear()
             if key is not None:
                 known[key] = call
-        _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
-        if is_new:
-            _make_room(k, v, call, rank_plan)
         if call.record.gradient:
             out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call, rank_plan)
         else:

@@ -36,7 +36,7 @@ class StaticPlans:
 
     Args:
         plans: of the first microbatch, which is loaded. On several ranks of at most one remote stage
-            (``OverlapConfig(degree=1)``), with ``comm.ranks_per_node`` None.
+            (``OverlapConfig(degree=1)``), with ``comm.ranks_per_node`` None and without ``dispatch.uneven_shard``.
         device: a Hopper GPU.
         group: the ranks; None for one.
         headroom: capacity of tables, and of fetched rows, as a multiple of the longest of ``plans`` and ``samples``; at
@@ -50,7 +50,7 @@ class StaticPlans:
 
     Raises:
         ValueError: an argument, named in the message, is not as above.
-        RuntimeError: ranks differ in ``headroom`` or ``samples``, or another rank raised an error.
+        RuntimeError: ranks differ in rows, ``headroom`` or ``samples``, or another rank raised an error.
     """
 
     def __init__(
@@ -75,6 +75,8 @@ class StaticPlans:
                 for name in plans
             }
         if self._group is not None:  # ranks that have room for different numbers of rows exchange different chunks
+            rows = hash(tuple(plan.num_rows for plan in plans.values()))
+            start_agreement(rows % (1 << 63), self._group, "rows of static plans (not with uneven_shard)").wait()
             rooms = hash(tuple(static.room for static in made.values()))
             start_agreement(rooms % (1 << 63), self._group, "headroom and samples of static plans").wait()
         self._static = made

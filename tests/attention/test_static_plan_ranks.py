@@ -17,7 +17,7 @@ from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.slots import Room, most_rows
 from megatron_magi.comm.static_args import _arrays
-from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
+from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import RankPlan, make_plan
 from megatron_magi.testing.spawn import run_ranks
@@ -133,6 +133,21 @@ def test_ranks_that_make_different_room_are_a_message_on_all(ranks):
     own = "headroom: expected a finite number of at least 1, got 0.5"
     told, first = ranks(2, make_with_other_room, [1.0, 0.5])
     assert first == own and f"rank 1 of the group (global rank 1) raised ValueError: {own}" in told
+
+
+def make_of_uneven_shards(rank: int, num_ranks: int) -> str:
+    be_quick()
+    config = MagiConfig(dispatch=DispatchConfig(uneven_shard=True), overlap=OverlapConfig(degree=1))
+    plan = make_plan(builders.causal(1000), config, num_ranks).for_rank(rank)
+    with pytest.raises(RuntimeError) as error:
+        StaticPlans({0: plan}, CPU, dist.group.WORLD)
+    return str(error.value)
+
+
+def test_uneven_shards_are_refused_by_name_on_all_ranks(ranks):
+    found = ranks(3, make_of_uneven_shards)
+    assert len(set(found)) == 1
+    assert found[0].startswith("rows of static plans (not with uneven_shard): ranks disagree")
 
 
 def load_other_names(rank: int, num_ranks: int) -> list[str]:

@@ -22,7 +22,7 @@ from megatron_magi.ops.hopper.needed import needed_kernels
 
 pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
 
-# The producer has 24 registers (the forward's 32 to 56) and keeps values on the stack; what consumers spill comes on top.
+# The producer has 24 registers (the forward's 32 to 56) and spills a few values; what consumers spill comes on top.
 PRODUCER_SPILL_BYTES = 90
 GATED_SPILL_BYTES = 120  # where it waits for keys
 MOST_SHARED_BYTES = 227 << 10  # of a block on Hopper

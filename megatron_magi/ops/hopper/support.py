@@ -20,7 +20,7 @@ from megatron_magi.ops.options import AttnOptions
 
 LOG2_E = 1.4426950408889634
 COUNTER_BYTES = 128
-"""A cache line, of which two words are used."""
+"""A cache line, of which three words are used."""
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
