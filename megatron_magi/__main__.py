@@ -52,7 +52,8 @@ def environment_page() -> str:
         "",
         "A variable that sets a field of the [configuration](configuration.md#magiconfig) is its default in Megatron's",
         "trainer, in `magi explain` and for keys that are made without a `MagiConfig`. What takes no key does not read",
-        "it: `slice_attention`, `flex_flash_attn_func`, `make_plan`, `distributed_attention`, transformers on one rank.",
+        "it: `slice_attention`, `flex_flash_attn_func`, `make_plan`, `distributed_attention`, transformers on one",
+        "rank.",
     ]
     effect = {
         State.USED: "",
