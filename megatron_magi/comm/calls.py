@@ -273,9 +273,8 @@ class CallLog:
             elif event["kind"] == "failed":
                 self._alarms[_Alarm(event["call"], event["text"], event["rank"])] = None
             elif event["ends"] and event["call"] in self._failures:
-                self._broken = event[
-                    "text"
-                ]  # this rank has raised already, but can no longer communicate with the others
+                # This rank has raised already, but can no longer communicate with the others.
+                self._broken = event["text"]
                 self._abort()
             else:
                 self._alarms[_Alarm(event["call"], event["text"])] = None
