@@ -50,7 +50,7 @@ def context_parallel(
     Raises:
         ValueError: the model is over another group already, attends otherwise, has layers that look at other tokens in
             another way (Mamba, indexed attention), has one output for a sequence, or computes another loss than that of
-            a causal language model. In forward: as `shard_batch`; in training, no labels.
+            a causal language model. In forward: as `shard_batch`; no labels in training or with ``num_items_in_batch``.
     """
     group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
     if group is None or group.size() == 1:
@@ -290,11 +290,18 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str,
 
 
 def _check_training(model: PreTrainedModel, batch: dict[str, Any]) -> None:
+    has_labels = batch.get("labels") is not None or batch.get("shift_labels") is not None
+    if batch.get("num_items_in_batch") is not None and not has_labels:
+        # So the Trainer calls a model, also in evaluation, to make a loss of its own, which it multiplies by the ranks.
+        raise ValueError(
+            "labels: none were given with num_items_in_batch; the Trainer takes them away for label_smoothing_factor "
+            "and compute_loss_func, which cannot be used under context parallelism"
+        )
     embeds = batch.get("inputs_embeds")
     has_gradient = any(p.requires_grad for p in model.parameters()) or (embeds is not None and embeds.requires_grad)
     if not (model.training and torch.is_grad_enabled() and has_gradient):
         return
-    if batch.get("labels") is None and batch.get("shift_labels") is None:
+    if not has_labels:
         raise ValueError(
             "labels: none were given in training, and the logits of a context-parallel model are those of this rank's "
             "rows, from which label_smoothing_factor, compute_loss_func and other losses cannot be computed; give "

@@ -167,6 +167,20 @@ def wrong_size():
         MagiParallelismConfig(cp_size=2)._validate_accelerator(deepspeed)
 
 
+def own_losses(folder):
+    """Evaluations whose loss the Trainer makes of logits."""
+    for own in ({"label_smoothing_factor": 0.1}, {}):
+        fresh_state()
+        parallel = MagiParallelismConfig(cp_size=2)
+        arguments = TrainingArguments(
+            folder, use_cpu=True, report_to=[], disable_tqdm=True, parallelism_config=parallel, **own
+        )
+        loss = {} if own else {"compute_loss_func": lambda outputs, _labels, **_: outputs.logits.sum()}
+        trainer = Trainer(make_model("llama"), arguments, padded, eval_dataset=samples()[:2], **loss)
+        with pytest.raises(ValueError, match=r"^labels: none .* label_smoothing_factor and compute_loss_func"):
+            trainer.evaluate()
+
+
 def on_two_ranks(rank, _num_ranks, folder):
     out = {accumulate: train(f"{folder}/{rank}", 2, accumulate) for accumulate in (1, 2)}
     out["ddp"] = in_a_loop_of_accelerate()
@@ -174,6 +188,7 @@ def on_two_ranks(rank, _num_ranks, folder):
     out["gathered"] = gathered()
     out["predicted"] = predict(folder, 2)
     wrong_size()
+    own_losses(folder)
     return out
 
 
