@@ -2,48 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from megatron_magi.comm.agreement import start_agreement
 
 if TYPE_CHECKING:
     from megatron_magi.hf.shard import Shard
 
-VECTORS = ("logits", "hidden_states")
+VECTORS = ("logits", "last_hidden_state", "hidden_states")
 """Outputs of transformers with a vector for each row, ``[1, num_rows, width]``, or tuples of them."""
 
 NUMBERS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 """Outputs of TRL's models with a number for each prediction, ``[1, num_rows]``."""
 
 _aten = torch.ops.aten
-_OF_ROWS = {_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default}
+_OF_ROWS = {_aten.clone.default, _aten._to_copy.default}
 _OF_LAST_DIM = {_aten.argmax.default, _aten.max.dim, _aten._softmax.default, _aten._log_softmax.default}
-_OF_MEMORY = {getattr(Tensor, f"__{name}__") for name in ("array", "deepcopy", "dlpack", "reduce_ex", "repr")}
-_OF_MEMORY |= {Tensor.numpy, Tensor.tolist}
+_OF_SAME_ROWS = {_aten.detach.default, _aten.alias.default}
+_OF_SHAPE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros",
+             "new_ones", "new_full", "new_empty_strided")  # fmt: skip
+_OF_MEMORY = {getattr(Tensor, f"__{name}__") for name in ("array", "deepcopy", "dlpack", "reduce_ex")}
+_OF_MEMORY |= {Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.share_memory_}
+
+_created: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+"""Numbers for the next `BatchRows` of each group, which all ranks make in the same order."""
+
+
+class _Rows:
+    """A rank's rows, and all of them once they are gathered; ``number`` tells them from other rows of the group."""
+
+    def __init__(self, rows: Tensor, number: int) -> None:
+        self.own, self.number, self.whole = rows, number, None
+
+    def gather(self, shard: Shard) -> Tensor:
+        if self.whole is None:
+            what = "logits of a context-parallel model (all ranks use them in the same order)"
+            start_agreement(self.number, shard.group, what).wait()
+            self.whole, self.own = shard.undispatch(self.own), None
+        return self.whole
 
 
 class BatchRows(Tensor):
     """This rank's rows of ``[batch_size, seqlen, ...]``, gathered from all ranks when they are first used. Collective.
 
     Copies, and what looks along the last dimension alone (softmax, log_softmax, argmax, max), are made of a rank's
-    rows and are gathered later, so that predicted tokens are sent and not their logits.
+    rows and are gathered later, so that predicted tokens are sent and not their logits. Shape, dtype and device,
+    printing, and making tensors like it gather nothing.
     """
 
     @staticmethod
-    def __new__(cls, rows: Tensor, shard: Shard) -> BatchRows:
-        shape = (shard.batch_size, shard.seqlen, *rows.shape[2:])
-        out = Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
-        out._rows, out._shard, out._whole = rows, shard, None
+    def __new__(cls, rows: _Rows, shard: Shard) -> BatchRows:
+        own = rows.own if rows.whole is None else rows.whole
+        shape = (shard.batch_size, shard.seqlen, *own.shape[2:])
+        out = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
+        torch._C._set_throw_on_mutable_data_ptr(out)  # there is no memory; kernels that ask for it get an error
+        out._rows, out._shard = rows, shard
         return out
+
+    @classmethod
+    def of(cls, rows: Tensor, shard: Shard) -> BatchRows:
+        """Of rows ``[1, num_rows, ...]``."""
+        number = 0 if shard.group is None else next(_created.setdefault(shard.group, itertools.count()))
+        return cls(_Rows(rows, number), shard)
+
+    def __repr__(self, **_: Any) -> str:
+        if self._rows.whole is not None:
+            return repr(self._rows.whole)
+        return f"BatchRows(shape={tuple(self.shape)}, dtype={self.dtype}, not gathered)"
 
     def whole(self) -> Tensor:
         """All rows, in the order of the batch. Collective when first called."""
-        if self._whole is None:
-            self._whole, self._rows = self._shard.undispatch(self._rows), None
-        return self._whole
+        return self._rows.gather(self._shard)
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -56,8 +93,14 @@ class BatchRows(Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         x = args[0]
-        if isinstance(x, BatchRows) and x._whole is None and x._is_of_rows(function, args, kwargs):
-            return tree_map(lambda y: BatchRows(y, x._shard), function(x._rows, *args[1:], **kwargs))
+        if isinstance(x, BatchRows):
+            if function in _OF_SAME_ROWS:
+                return BatchRows(x._rows, x._shard)
+            if function.overloadpacket.__name__ in _OF_SHAPE:
+                return function(torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape), *args[1:], **kwargs)
+            if x._rows.whole is None and x._is_of_rows(function, args, kwargs):
+                made = function(x._rows.own, *args[1:], **kwargs)
+                return tree_map(lambda y: BatchRows(_Rows(y, x._rows.number), x._shard), made)
         args, kwargs = tree_map_only(BatchRows, BatchRows.whole, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -105,12 +148,15 @@ def gathered(output: Any, shard: Shard, num_rows: int, has_loss: bool) -> Any:
     Numbers with a gradient stay those of this rank's rows, without the shape of a batch; so do logits, with it.
     """
 
+    values = output if isinstance(output, tuple) else [output.get(name) for name in VECTORS]
+    as_whole = not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(values))
+
     def vectors(x: Any) -> Any:
-        is_of_rows = isinstance(x, Tensor) and x.shape[:2] == (1, num_rows) and not x.requires_grad
-        return BatchRows(x, shard) if is_of_rows and x.ndim == 3 else x
+        is_of_rows = as_whole and isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == (1, num_rows)
+        return BatchRows.of(x, shard) if is_of_rows else x
 
     if isinstance(output, tuple):
-        return (*output[:has_loss], *map(vectors, output[has_loss : has_loss + 1]), *output[has_loss + 1 :])
+        return (*output[:has_loss], *(tree_map(vectors, x) for x in output[has_loss:]))
     for name in VECTORS:
         if output.get(name) is not None:
             output[name] = tree_map(vectors, output[name])
