@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DistributedType, recursively_apply
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -155,8 +156,12 @@ class MagiParallelismConfig(ParallelismConfig):
         def sharded(prepare: Callable) -> Callable:
             def prepare_context_parallel(*args: Any, **kwargs: Any) -> Any:
                 for model in args:
-                    if isinstance(model, torch.nn.Module) and not getattr(model, "_is_accelerate_prepared", False):
+                    if not isinstance(model, torch.nn.Module):
+                        continue
+                    if not getattr(model, "_is_accelerate_prepared", False):
                         context_parallel(_pretrained(model), group, self.magi_config)
+                    elif accelerator.distributed_type in _DDP and not isinstance(model, DistributedDataParallel):
+                        _refuse_training_after_evaluation(args)
                 return prepare(*args, **kwargs)
 
             return prepare_context_parallel
@@ -164,6 +169,18 @@ class MagiParallelismConfig(ParallelismConfig):
         # The Trainer calls the second one where it evaluates alone.
         accelerator.prepare, accelerator.prepare_model = map(sharded, (accelerator.prepare, accelerator.prepare_model))
         accelerator.gather_for_metrics = _OncePerBatch(accelerator, self).gather_for_metrics
+
+
+_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def _refuse_training_after_evaluation(prepared: tuple) -> None:
+    """Of a model that is prepared already, but for evaluation, which accelerate does not wrap in DDP any more."""
+    if any(isinstance(x, torch.optim.Optimizer) for x in prepared):
+        raise ValueError(
+            "model: the Trainer has evaluated it before training, after which accelerate does not wrap it in DDP, and "
+            "ranks would train apart; make a new Trainer for training, or use FSDP2"
+        )
 
 
 class _OncePerBatch:

@@ -63,7 +63,11 @@ def train(folder, cp_size, accumulate):
     )
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     # One that evaluates alone: a Trainer of transformers leaves DDP out if it trains after that.
-    history = [Trainer(make_model("gemma3"), arguments, collator, **data).evaluate()["eval_loss"]]
+    first = Trainer(make_model("gemma3"), arguments, collator, **data)
+    history = [first.evaluate()["eval_loss"]]
+    if cp_size > 1:
+        with pytest.raises(ValueError, match="evaluated it before training"):
+            first.train()
     trainer = Trainer(model, arguments, collator, **data)
     trainer.train()
     history += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
