@@ -75,10 +75,12 @@ class StaticPlans:
                 for name in plans
             }
         if self._group is not None:  # ranks that have room for different numbers of rows exchange different chunks
-            rows = hash(tuple(plan.num_rows for plan in plans.values()))
-            start_agreement(rows % (1 << 63), self._group, "rows of static plans (not with uneven_shard)").wait()
-            rooms = hash(tuple(static.room for static in made.values()))
-            start_agreement(rooms % (1 << 63), self._group, "headroom and samples of static plans").wait()
+            compared = {
+                "rows of static plans (not with uneven_shard)": tuple(plan.num_rows for plan in plans.values()),
+                "headroom and samples of static plans": tuple(static.room for static in made.values()),
+            }
+            for what, counts in compared.items():
+                start_agreement(hash(counts) % (1 << 63), self._group, what).wait()
         self._static = made
         self.plans: dict[Hashable, RankPlan] = {name: static.plan for name, static in made.items()}
         self.facts = {name: tuple(mask.facts for mask in static.masks) for name, static in made.items()}

@@ -53,9 +53,9 @@ class _Rows:
 class BatchRows(Tensor):
     """This rank's rows of ``[batch_size, seqlen, ...]``, gathered from all ranks when they are first used. Collective.
 
-    Copies, and what looks along the last dimension alone (softmax, log_softmax, argmax, max), are made of a rank's
-    rows and are gathered later, so that predicted tokens are sent and not their logits. Shape, dtype and device,
-    printing, and making tensors like it gather nothing.
+    Copies, and operations along the last dimension (softmax, log_softmax, argmax, max), are computed from a rank's rows
+    and gathered later, so that predicted tokens are sent and not their logits. Reading the shape, dtype or device,
+    printing, and `torch.zeros_like` and alike gather nothing.
     """
 
     @staticmethod
@@ -147,7 +147,6 @@ def gathered(output: Any, shard: Shard, num_rows: int, has_loss: bool) -> Any:
 
     Numbers with a gradient stay those of this rank's rows, without the shape of a batch; so do logits, with it.
     """
-
     values = output if isinstance(output, tuple) else [output.get(name) for name in VECTORS]
     as_whole = not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(values))
 

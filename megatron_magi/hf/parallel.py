@@ -22,6 +22,7 @@ from megatron_magi.hf.attention import CP_GROUP, check_implementation
 from megatron_magi.hf.outputs import gathered, whole
 from megatron_magi.hf.shard import shard_batch
 
+_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers whose only look at other tokens is attention."""
 
@@ -171,15 +172,12 @@ class MagiParallelismConfig(ParallelismConfig):
         accelerator.gather_for_metrics = _OncePerBatch(accelerator, self).gather_for_metrics
 
 
-_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-
-
 def _refuse_training_after_evaluation(prepared: tuple) -> None:
-    """Of a model that is prepared already, but for evaluation, which accelerate does not wrap in DDP any more."""
+    """Refuses to prepare an optimizer with a model that was prepared for evaluation, so without DDP."""
     if any(isinstance(x, torch.optim.Optimizer) for x in prepared):
         raise ValueError(
-            "model: the Trainer has evaluated it before training, after which accelerate does not wrap it in DDP, and "
-            "ranks would train apart; make a new Trainer for training, or use FSDP2"
+            "model: the Trainer has evaluated it before training, after which accelerate does not wrap it in DDP, so "
+            "that gradients would not be averaged over ranks; make a new Trainer for training, or use FSDP2"
         )
 
 
@@ -309,7 +307,7 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str,
 def _check_training(model: PreTrainedModel, batch: dict[str, Any]) -> None:
     has_labels = batch.get("labels") is not None or batch.get("shift_labels") is not None
     if batch.get("num_items_in_batch") is not None and not has_labels:
-        # So the Trainer calls a model, also in evaluation, to make a loss of its own, which it multiplies by the ranks.
+        # The Trainer then computes the loss from logits and multiplies it by the number of ranks, in evaluation too.
         raise ValueError(
             "labels: none were given with num_items_in_batch; the Trainer takes them away for label_smoothing_factor "
             "and compute_loss_func, which cannot be used under context parallelism"

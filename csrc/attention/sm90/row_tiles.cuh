@@ -110,7 +110,7 @@ DEVICE void prefetch_items(const Params& p, PassBoard& board, Rows& load_rows) {
 // Some thread blocks start 1 to 2 ms after the others, because their SMs were still publishing rows. Thread blocks out
 // of step read keys at different places, together more than the L2 cache holds. So each waits, at the start of an item,
 // until all have started as many; but only after two items of one length, as items of different lengths are never in
-// step, and only for some 4 % of an item, so that one that is far behind is caught up with over several items.
+// step, and for at most some 4 % of an item, so that a late thread block catches up over several items.
 struct InStep {
   u32* started;                           // items, by all thread blocks
   u32 items = 0;                          // by this one
