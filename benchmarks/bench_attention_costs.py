@@ -27,11 +27,11 @@ from attention_timing import time_together
 from provenance import write_csv
 
 from megatron_magi.attention import distributed_attention
+from megatron_magi.backends.sm90 import kernels as hopper_kernels
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda import build as hopper_build
 from megatron_magi.mask import builders
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
-from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.plan import make_plan
 from megatron_magi.testing.device_costs import host_us, peak_of

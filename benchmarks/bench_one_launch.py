@@ -22,10 +22,10 @@ from provenance import write_csv
 
 from megatron_magi.attention import distributed, distributed_attention
 from megatron_magi.attention.one_launch import joined_bands
+from megatron_magi.backends.sm90.tiles import GAP
 from megatron_magi.config import CommConfig, CostModel, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import sliding_window
-from megatron_magi.ops.hopper.tiles import GAP
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.plan import RankPlan, make_plan
 from megatron_magi.testing.spawn import run_ranks

@@ -16,8 +16,8 @@ from bench_dispatch import Case
 from provenance import write_csv
 
 from megatron_magi.attention import AttnShape, prepare_batch
+from megatron_magi.backends.sm90 import native
 from megatron_magi.config import DispatchConfig, MagiConfig
-from megatron_magi.ops.hopper import native
 from megatron_magi.plan import make_plan
 
 CASES = (Case(16_384, 64, 2), Case(65_536, 64, 2), Case(65_536, 8, 8), Case(1 << 20, 500, 64), Case(1 << 20, 1, 64))

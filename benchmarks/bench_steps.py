@@ -39,13 +39,13 @@ from provenance import write_csv
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_magi.attention import AttnShape, PreparedBatch, StaticPlans, distributed_attention, prepare_batch
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90 import backward as hopper_backward
+from megatron_magi.backends.sm90 import gated, gated_backward
+from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.config import CommConfig, CostModel, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import causal, varlen
-from megatron_magi.ops.hopper import backward as hopper_backward
-from megatron_magi.ops.hopper import gated, gated_backward
-from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.impl import hopper
 from megatron_magi.plan import RankPlan, make_plan
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
+from megatron_magi.backends.sm90 import tuning
 from megatron_magi.cuda import build
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_magi import slice_attention
+from megatron_magi.backends.sm90.sparse_lists import lists_of, lists_of_mask, lists_of_queries
 from megatron_magi.mask import builders
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
-from megatron_magi.ops.hopper.sparse_lists import lists_of, lists_of_mask, lists_of_queries
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from megatron_magi.ops.sparse_pattern import SparsePattern
 

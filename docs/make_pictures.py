@@ -8,13 +8,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
+from megatron_magi.backends.sm90.tiles import plan_tiles
 from megatron_magi.config import CostModel, MagiConfig, OverlapConfig
 from megatron_magi.explain.arguments import add_arguments
 from megatron_magi.explain.command import mask_of
 from megatron_magi.explain.figures import COLOURS, STYLE, plot_mask, plot_timeline
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_mask
-from megatron_magi.ops.hopper.tiles import plan_tiles
 from megatron_magi.plan import make_plan
 
 IMAGES = Path(__file__).parent / "images"

@@ -86,8 +86,8 @@ def build_kernels(folder: Path | None, jobs: int | None) -> str:
         RuntimeError: the compiler reports an error.
         ValueError: a variable of the environment is malformed, or there is no folder for the cache.
     """
+    from megatron_magi.backends.sm90 import kernels as hopper_kernels
     from megatron_magi.cuda import build as hopper_build
-    from megatron_magi.ops.hopper import kernels as hopper_kernels
 
     folder = hopper_build.default_cache_dir() if folder is None else folder
     wanted = [(hopper_kernels.source_of(name), macros) for name, macros in hopper_kernels.common_kernels()]

@@ -1,6 +1,6 @@
 """Sizes by which the Hopper kernels, and predictions of their time, choose tiles and kernels.
 
-Fitted on an H200 like the numbers of `megatron_magi.ops.hopper.tuning`.
+Fitted on an H200 like the numbers of `megatron_magi.backends.sm90.tuning`.
 """
 
 MOST_PACKED_HEADS = 8

@@ -5,8 +5,8 @@ import sysconfig
 import pytest
 
 from megatron_magi import compiled
+from megatron_magi.backends.sm90 import native as tiles
 from megatron_magi.cuda import call_list
-from megatron_magi.ops.hopper import native as tiles
 from megatron_magi.plan import native as solver
 
 

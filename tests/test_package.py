@@ -70,7 +70,7 @@ def test_the_package_ships_every_folder_of_cuda_sources(monkeypatch) -> None:
     runpy.run_path(str(root / "setup.py"))
     folders = {path.parent.relative_to(root) for path in (root / "csrc").rglob("*.cu*")}
     assert folders and {"megatron_magi." + ".".join(f.parts) for f in folders} <= set(given["packages"])
-    assert "megatron_magi.ops.hopper" in given["packages"] and not any("tests" in p for p in given["packages"])
+    assert "megatron_magi.backends.sm90" in given["packages"] and not any("tests" in p for p in given["packages"])
 
 
 def test_the_commands_are_listed_where_nothing_is_installed():

@@ -16,8 +16,8 @@ import pytest
 
 import megatron_magi
 from megatron_magi.__main__ import main
+from megatron_magi.backends.sm90 import kernels as hopper_kernels
 from megatron_magi.cuda import build as hopper_build
-from megatron_magi.ops.hopper import kernels as hopper_kernels
 
 ROOT = Path(megatron_magi.__file__).parents[1]
 ONE_KERNEL = '\n\ndef common_kernels():\n    return [("prepare", ())]\n'

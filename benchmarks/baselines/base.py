@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
-from megatron_magi.ops.merge import accumulate_dtype
-from megatron_magi.ops.operands import BackwardInputs
-from megatron_magi.ops.options import make_options
+from megatron_magi.operands.merge import accumulate_dtype
+from megatron_magi.operands.options import make_options
+from megatron_magi.operands.passes import BackwardInputs
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl
 from megatron_magi.plan.partition import shift
 

@@ -23,7 +23,7 @@ from baselines.base import (
     start_dq,
     zigzag,
 )
-from megatron_magi.ops.merge import accumulate_dtype
+from megatron_magi.operands.merge import accumulate_dtype
 from megatron_magi.ops.slice_passes import row_delta
 
 

@@ -1,5 +1,5 @@
 // Tiles of a mask for the attention kernels; functions are equivalent to those of the same names in
-// megatron_magi/ops/hopper/tiles.py and cuts.py.
+// megatron_magi/backends/sm90/tiles.py and cuts.py.
 #pragma once
 
 #include <algorithm>

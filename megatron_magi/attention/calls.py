@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_magi.ops.finite import Describe, is_visible, kind_of_row
-from megatron_magi.ops.hopper.plan import is_static
-from megatron_magi.ops.options import check_qkv, check_sink, check_tensor
+from megatron_magi.backends.sm90.plan import is_static
+from megatron_magi.operands.finite import Describe, is_visible, kind_of_row
+from megatron_magi.operands.options import check_qkv, check_sink, check_tensor
 from megatron_magi.ops.slice_passes import IMPLS
 from megatron_magi.plan import RankPlan
 

@@ -14,6 +14,7 @@ from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sin
 from megatron_magi.attention.kinds import Call, Kind, living
 from megatron_magi.attention.one_launch import is_alone, one_launch_of, pays
 from megatron_magi.attention.runtime import cleared, joined_cast, plan_casts
+from megatron_magi.backends.sm90.one_launch import backward_pays, new_makers
 from megatron_magi.checks import flag, renamed
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, make_room
@@ -23,13 +24,12 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.eager import outside_graphs
 from megatron_magi.lru import LruCache
+from megatron_magi.operands.finite import require_finite
+from megatron_magi.operands.merge import accumulate_dtype, sink_gradient
+from megatron_magi.operands.meta import AttnForwardMeta
+from megatron_magi.operands.options import make_options
+from megatron_magi.operands.passes import BackwardInputs
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
-from megatron_magi.ops.finite import require_finite
-from megatron_magi.ops.hopper.one_launch import backward_pays, new_makers
-from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
-from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.operands import BackwardInputs
-from megatron_magi.ops.options import make_options
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.variables import NATIVE_COLLECTIVES

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from megatron_magi.attention.prepared import AttnShape
+from megatron_magi.backends.sm90.needed import needed_kernels as attention_kernels
+from megatron_magi.backends.sm90.one_launch import backward_pays
 from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.announced import may_announce
 from megatron_magi.comm.impl import cuda_rows
 from megatron_magi.config import MagiConfig
-from megatron_magi.ops.hopper.needed import needed_kernels as attention_kernels
-from megatron_magi.ops.hopper.one_launch import backward_pays
-from megatron_magi.ops.merge import accumulate_dtype
+from megatron_magi.operands.merge import accumulate_dtype
 
 Kernels = list[tuple[str, tuple[str, ...]]]
 """Source, relative to the source folder, and macros of each."""

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention.calls import AttentionCall
+from megatron_magi.backends.sm90.one_launch import Maker, OneLaunch
+from megatron_magi.backends.sm90.support import current_stream
 from megatron_magi.comm.group_collective import Args
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.lru import LruCache
-from megatron_magi.ops.hopper.one_launch import Maker, OneLaunch
-from megatron_magi.ops.hopper.support import current_stream
-from megatron_magi.ops.options import AttnOptions
+from megatron_magi.operands.options import AttnOptions
 from megatron_magi.plan import Schedule
 
 

@@ -13,6 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention.runtime import joined_cast
+from megatron_magi.backends.sm90 import gated
+from megatron_magi.backends.sm90.kernels import kernel_dims
+from megatron_magi.backends.sm90.one_launch import Maker, OneLaunch
+from megatron_magi.backends.sm90.plan import is_static
 from megatron_magi.comm.announced import announced_cast, may_announce, returned_sums
 from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
 from megatron_magi.comm.impl.native import Native
@@ -22,10 +26,6 @@ from megatron_magi.cuda.call_list import Place, Step
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
-from megatron_magi.ops.hopper import gated
-from megatron_magi.ops.hopper.kernels import kernel_dims
-from megatron_magi.ops.hopper.one_launch import Maker, OneLaunch
-from megatron_magi.ops.hopper.plan import is_static
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.predict import MOST_FORWARD_BYTES
 from megatron_magi.plan.types import own
@@ -33,7 +33,7 @@ from megatron_magi.plan.types import own
 
 @dataclass(frozen=True)
 class Fetched:
-    """A `megatron_magi.ops.hopper.one_launch.Remote`.
+    """A `megatron_magi.backends.sm90.one_launch.Remote`.
 
     Attributes:
         cast: fetches the keys of all stages.

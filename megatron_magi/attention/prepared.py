@@ -20,14 +20,12 @@ from torch import Tensor
 from megatron_magi.attention.distributed import make_calls_ready
 from megatron_magi.attention.one_launch import is_alone, joined_bands, pays
 from megatron_magi.attention.runtime import cast_tables, joined_transfer, uploaded_args
-from megatron_magi.checks import instance
-from megatron_magi.comm.group_collective import CastFacts, LevelFacts
-from megatron_magi.config import MagiConfig
-from megatron_magi.ops.hopper.choices import MaskFacts, Problem, make_problem
-from megatron_magi.ops.hopper.gated import MaskNumbers, PassShape
-from megatron_magi.ops.hopper.one_launch import backward_pays
-from megatron_magi.ops.hopper.plan import Ready, mask_facts
-from megatron_magi.ops.hopper.prepare import (
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90.choices import MaskFacts, Problem, make_problem
+from megatron_magi.backends.sm90.gated import MaskNumbers, PassShape
+from megatron_magi.backends.sm90.one_launch import backward_pays
+from megatron_magi.backends.sm90.plan import Ready, mask_facts
+from megatron_magi.backends.sm90.prepare import (
     BackwardUse,
     MaskTables,
     PassShapes,
@@ -35,8 +33,10 @@ from megatron_magi.ops.hopper.prepare import (
     make_gated_tables,
     make_tables,
 )
-from megatron_magi.ops.impl import hopper
-from megatron_magi.ops.merge import accumulate_dtype
+from megatron_magi.checks import instance
+from megatron_magi.comm.group_collective import CastFacts, LevelFacts
+from megatron_magi.config import MagiConfig
+from megatron_magi.operands.merge import accumulate_dtype
 from megatron_magi.parcel import Sendable
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.plan.types import Runtime

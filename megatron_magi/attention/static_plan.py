@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.backends.sm90 import static_plan as hopper_static
+from megatron_magi.backends.sm90.static_plan import StaticMask, StaticMemory
 from megatron_magi.checks import number
 from megatron_magi.comm.agreement import start_agreement, told
 from megatron_magi.comm.group_collective import GroupCastArgs, raise_failure
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.static_args import StaticArgs
 from megatron_magi.mask import bands as bd
-from megatron_magi.ops.hopper import static_plan as hopper_static
-from megatron_magi.ops.hopper.static_plan import StaticMask, StaticMemory
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.types import Runtime

@@ -1,6 +1,6 @@
 """Joining partial results of attention, with the names of MagiAttention.
 
-A partial result over a set of keys is its output and lse (`megatron_magi.ops.merge`). Two of them over disjoint keys
+A partial result over a set of keys is its output and lse (`megatron_magi.operands.merge`). Two of them over disjoint keys
 join, and a sink, which has a logit and no value, joins one. All functions are differentiable unless ``inplace``.
 
 Shapes: out ``[num_rows, num_heads_q, head_dim_v]``, lse ``[num_rows, num_heads_q]``, natural log, -inf where a row sees
@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_magi.ops.merge import merge, sink_lse
-from megatron_magi.ops.options import check_tensor
+from megatron_magi.operands.merge import merge, sink_lse
+from megatron_magi.operands.options import check_tensor
 
 
 def correct_attn_lse(lse1: Tensor, lse2: Tensor, inplace: bool = False) -> Tensor:

@@ -53,8 +53,8 @@ from megatron_magi.compat.types import (
 )
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnRange, RangeError
+from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
-from megatron_magi.ops.meta import AttnForwardMeta
 
 __all__ = [
     "AttnForwardMeta",

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_magi.eager import refuse_transforms
+from megatron_magi.operands.merge import merge_sink_, row_products, sink_gradient, sink_lse
+from megatron_magi.operands.options import check_tensor
 from megatron_magi.ops.derivatives import once_differentiable
-from megatron_magi.ops.merge import merge_sink_, row_products, sink_gradient, sink_lse
-from megatron_magi.ops.options import check_tensor
 
 Tensors = tuple[Tensor | None, ...]
 

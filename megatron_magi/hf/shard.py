@@ -26,7 +26,7 @@ from megatron_magi.hf.attention import WINDOWS, LayerMask, NoTensor, check_mask,
 from megatron_magi.hf.intervals import Intervals
 from megatron_magi.hf.mask_functions import Rows, Unknown, at_positions, intervals_of, parts_of, to_numpy
 from megatron_magi.mask import AttnMask
-from megatron_magi.ops.options import check_tensor
+from megatron_magi.operands.options import check_tensor
 
 IGNORED = -100
 """The label that has no loss."""

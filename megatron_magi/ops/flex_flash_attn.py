@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_magi.checks import flag
+from megatron_magi.operands.meta import AttnForwardMeta
+from megatron_magi.operands.options import check_qkv, check_sink, check_tensor, make_options
 from megatron_magi.ops.mask_tensors import HostRanges, ranges_of_arrays, ranges_of_tensors
-from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import check_qkv, check_sink, check_tensor, make_options
 from megatron_magi.ops.slice_attention import attend
 from megatron_magi.ops.slice_operator import slice_attention_traced
 from megatron_magi.ops.sparse_attention import GivenOptions, attend_pattern

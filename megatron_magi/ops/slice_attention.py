@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megatron_magi.checks import flag
 from megatron_magi.mask import AttnMask
+from megatron_magi.operands.finite import describe_by_bands, require_finite
+from megatron_magi.operands.meta import AttnForwardMeta
+from megatron_magi.operands.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
-from megatron_magi.ops.finite import describe_by_bands, require_finite
-from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
 from megatron_magi.ops.slice_operator import slice_attention_traced
 from megatron_magi.ops.slice_passes import attend as attend_forward
 from megatron_magi.ops.slice_passes import attend_back

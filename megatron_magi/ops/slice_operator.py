@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.ops.finite import describe_by_bands, require_finite
+from megatron_magi.operands.finite import describe_by_bands, require_finite
+from megatron_magi.operands.merge import accumulate_dtype
+from megatron_magi.operands.meta import AttnForwardMeta
+from megatron_magi.operands.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
 from megatron_magi.ops.mask_tensors import bands_of
-from megatron_magi.ops.merge import accumulate_dtype
-from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
 from megatron_magi.ops.slice_passes import attend, attend_back, prepared_passes
 
 # A captured CUDA graph would replay the launch of one mask for all.

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.ops.hopper.one_launch import OneLaunch, backward_pays
-from megatron_magi.ops.impl import blocked, hopper, reference
-from megatron_magi.ops.merge import accumulate_dtype, row_products, sink_gradient, sink_lse
-from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
-from megatron_magi.ops.options import (
+from megatron_magi.backends.blocked import attention as blocked
+from megatron_magi.backends.reference import attention as reference
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90.one_launch import OneLaunch, backward_pays
+from megatron_magi.operands.merge import accumulate_dtype, row_products, sink_gradient, sink_lse
+from megatron_magi.operands.options import (
     FLOAT_DTYPES,
     AttnOptions,
     check_bands,
@@ -30,6 +31,7 @@ from megatron_magi.ops.options import (
     check_sink,
     make_options,
 )
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.profiling import profiled_backward, profiled_forward
 
 IMPLS: dict[str, ModuleType] = {"reference": reference, "torch": blocked, "ffa": hopper}
@@ -253,7 +255,7 @@ def slice_attention_backward(
 
     Returns:
         ``(dq, dk, dv)`` with the shapes of q, k, v. The sink's gradient needs no pass: see
-        `megatron_magi.ops.merge.sink_gradient`.
+        `megatron_magi.operands.merge.sink_gradient`.
 
     Raises:
         ValueError: an argument, named in the message, has a wrong shape, dtype or value.

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.reference import sparse as sparse_reference
+from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.checks import flag
+from megatron_magi.operands.finite import require_finite
+from megatron_magi.operands.merge import accumulate_dtype, sink_gradient, sink_lse
+from megatron_magi.operands.meta import AttnForwardMeta
+from megatron_magi.operands.options import check_qkv, check_sink, make_options
 from megatron_magi.ops.derivatives import refuse_tangents
-from megatron_magi.ops.finite import require_finite
-from megatron_magi.ops.impl import sparse_hopper, sparse_reference
-from megatron_magi.ops.merge import accumulate_dtype, sink_gradient, sink_lse
-from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import check_qkv, check_sink, make_options
 from megatron_magi.ops.slice_passes import row_delta
 from megatron_magi.ops.sparse_pattern import SparsePattern, block_pattern, check_numbers, index_pattern
 

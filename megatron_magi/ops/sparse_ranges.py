@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.sm90 import sparse as sparse_hopper
+from megatron_magi.backends.sm90.sparse_kernels import heads_of_tile
 from megatron_magi.lru import LruCache
-from megatron_magi.ops.hopper.sparse_kernels import heads_of_tile
-from megatron_magi.ops.impl import sparse_hopper
+from megatron_magi.operands.options import AttnOptions
 from megatron_magi.ops.mask_tensors import HostRanges
-from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.sparse_pattern import K_BLOCKS, MAX_Q_BLOCK, SparsePattern, num_blocks
 
 _FEW_SLICES = 64

@@ -143,7 +143,7 @@ class Runtime:
         joined_bands: the mask over the keys of all stages (`attention.one_launch.joined_bands`); None until it is made.
         tables: of a prepared batch: tile plans on the device, kept alive by this reference.
         keep_stage_tables: of a prepared batch: adds the tables of the stages; None if there are no others.
-        mask_numbers: of a prepared batch: `ops.hopper.gated.MaskNumbers` of a forward and of a backward in one launch.
+        mask_numbers: of a prepared batch: `backends.sm90.gated.MaskNumbers` of a forward and of a backward in one launch.
         tail: of a static plan of several ranks: the rows after the fetched ones, to be zeroed; else None.
     """
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megatron_magi.attention import distributed_attention
 from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
-from megatron_magi.ops.impl import hopper
-from megatron_magi.ops.options import AttnOptions
+from megatron_magi.operands.options import AttnOptions
 from megatron_magi.ops.slice_passes import resolve_impl
 from megatron_magi.plan import Plan, make_plan
 from megatron_magi.testing.error_budget import assert_within_budget

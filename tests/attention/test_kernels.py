@@ -9,6 +9,10 @@ import pytest
 import torch
 
 from megatron_magi.attention import AttnShape, needed_kernels
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90 import gated, gated_backward
+from megatron_magi.backends.sm90 import kernels as hopper_kernels
+from megatron_magi.backends.sm90.one_launch import backward_pays
 from megatron_magi.comm import peer_kernels, row_memory
 from megatron_magi.comm.impl import cuda_rows
 from megatron_magi.comm.row_layout import RowLayout
@@ -18,12 +22,8 @@ from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.driver import Kernel
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper import gated, gated_backward
-from megatron_magi.ops.hopper import kernels as hopper_kernels
-from megatron_magi.ops.hopper.one_launch import backward_pays
-from megatron_magi.ops.impl import hopper
-from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
-from megatron_magi.ops.options import AttnOptions
+from megatron_magi.operands.options import AttnOptions
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from tests.ops.fake_driver import fake_driver
 
 MASKS = [[60], [8200], [256] * 64]

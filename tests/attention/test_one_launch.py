@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, prepare_batch
+from megatron_magi.backends.sm90 import gated, gated_backward, tuning
+from megatron_magi.backends.sm90.support import current_stream, work_counter
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper import gated, gated_backward, tuning
-from megatron_magi.ops.hopper.support import current_stream, work_counter
-from megatron_magi.ops.merge import sink_gradient
+from megatron_magi.operands.merge import sink_gradient
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.plan import make_plan

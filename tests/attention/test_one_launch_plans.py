@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from megatron_magi.attention import one_launch
 from megatron_magi.attention.runtime import joined_cast, joined_transfer
+from megatron_magi.backends.sm90 import gated, kernels, params
+from megatron_magi.backends.sm90 import plan as hopper_plan
+from megatron_magi.backends.sm90.choices import Problem, RowTiles, backward_choice
+from megatron_magi.backends.sm90.one_launch import backward_pays
+from megatron_magi.backends.sm90.plan import HostPlan
+from megatron_magi.backends.sm90.schedule import Schedule, local_first
+from megatron_magi.backends.sm90.tiles import GAP
 from megatron_magi.comm import announced, peer_kernels
 from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import arriving
 from megatron_magi.cuda.build import source_root
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_bands, dense_mask
-from megatron_magi.ops.hopper import gated, kernels, params
-from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.choices import Problem, RowTiles, backward_choice
-from megatron_magi.ops.hopper.one_launch import backward_pays
-from megatron_magi.ops.hopper.plan import HostPlan
-from megatron_magi.ops.hopper.schedule import Schedule, local_first
-from megatron_magi.ops.hopper.tiles import GAP
 from megatron_magi.plan import make_plan
 from tests.attention import cases as cs
 

@@ -13,6 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, one_launch, prepare_batch
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90 import backward as hopper_backward
+from megatron_magi.backends.sm90 import gated, gated_backward
+from megatron_magi.backends.sm90 import one_launch as hopper_one_launch
+from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.comm import cast_args
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import driver
@@ -20,11 +25,6 @@ from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.call_list import Step
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.ops.hopper import backward as hopper_backward
-from megatron_magi.ops.hopper import gated, gated_backward
-from megatron_magi.ops.hopper import one_launch as hopper_one_launch
-from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.impl import hopper
 from megatron_magi.plan import make_plan
 from megatron_magi.upload import PackedArrays
 from tests.attention import cases as cs

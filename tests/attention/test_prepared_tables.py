@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_magi.attention import one_launch, prepare_batch
+from megatron_magi.backends.sm90 import plan as hopper_plan
+from megatron_magi.backends.sm90.prepare import MaskTables
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.prepare import MaskTables
 from megatron_magi.plan import make_plan
 from tests.attention.test_prepared import CPU, MASKS, SHAPE, attend, refuse
 from tests.ops.fake_driver import USE_STREAMS, fake_driver

@@ -8,11 +8,11 @@ import torch
 
 from megatron_magi import api
 from megatron_magi.attention import AttnShape, StaticPlans, distributed_attention, prepare_batch
+from megatron_magi.backends.sm90 import plan as hopper_plan
+from megatron_magi.backends.sm90.plan import device_plan, schedule_of
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.plan import device_plan, schedule_of
 from megatron_magi.plan import RankPlan, make_plan
 from tests.attention.cases import random_mask
 from tests.ops.fake_driver import fake_driver

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from megatron_magi.comm import rows
-from megatron_magi.ops.merge import merge_
+from megatron_magi.operands.merge import merge_
 from tests.comm.random_transfers import arrivals_of
 
 PARTS = 4

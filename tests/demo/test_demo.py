@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_magi.backends.sm90 import kernels as hopper_kernels
 from megatron_magi.demo import __main__ as demo
 from megatron_magi.demo import figures, report, training
 from megatron_magi.demo.corpus import Corpus, build_corpus
@@ -18,7 +19,6 @@ from megatron_magi.demo.report import Comparison, Traffic, shown_steps, table, t
 from megatron_magi.demo.training import Run, RunFailed, Setting
 from megatron_magi.explain.figures import plot_mask
 from megatron_magi.mask.builders import varlen
-from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.plan import make_plan
 from megatron_magi.testing.megatron_launch import launch
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_magi.attention import kinds
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90 import backward, backward_ends, gated, gated_backward, kernels, one_launch, support
 from megatron_magi.cuda import call_list, driver, launch
 from megatron_magi.lru import LruCache
-from megatron_magi.ops.hopper import backward, backward_ends, gated, gated_backward, kernels, one_launch, support
-from megatron_magi.ops.impl import hopper
 
 USE_STREAMS = hopper, backward, backward_ends, one_launch, kinds
 """Modules that ask for the current stream."""

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_magi.backends.blocked import attention as blocked
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90 import support as hopper_support
 from megatron_magi.mask import AttnMask
-from megatron_magi.ops.hopper import support as hopper_support
-from megatron_magi.ops.impl import blocked, hopper
-from megatron_magi.ops.options import check_bands, make_options
+from megatron_magi.operands.options import check_bands, make_options
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import IMPLS, resolve_impl, slice_attention_backward, slice_attention_forward
 

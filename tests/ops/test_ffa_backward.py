@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.ops.hopper import choices as hopper_choices
-from megatron_magi.ops.hopper import kernels as hopper_kernels
-from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.choices import WHOLE_TILE
-from megatron_magi.ops.hopper.plan import Tiling
-from megatron_magi.ops.impl import hopper
-from megatron_magi.ops.operands import BackwardInputs, Gradients
-from megatron_magi.ops.options import AttnOptions
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90 import choices as hopper_choices
+from megatron_magi.backends.sm90 import kernels as hopper_kernels
+from megatron_magi.backends.sm90 import plan as hopper_plan
+from megatron_magi.backends.sm90.choices import WHOLE_TILE
+from megatron_magi.backends.sm90.plan import Tiling
+from megatron_magi.operands.options import AttnOptions
+from megatron_magi.operands.passes import BackwardInputs, Gradients
 from megatron_magi.ops.slice_attention import slice_attention
 from tests.gpu_memory import needs_gigabytes
 from tests.ops.ffa_cases import (

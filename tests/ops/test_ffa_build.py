@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from megatron_magi import variables
+from megatron_magi.backends.sm90 import kernels as hopper_kernels
+from megatron_magi.backends.sm90.needed import needed_kernels
 from megatron_magi.cuda import build as hopper_build
-from megatron_magi.ops.hopper import kernels as hopper_kernels
-from megatron_magi.ops.hopper.needed import needed_kernels
 
 pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
 

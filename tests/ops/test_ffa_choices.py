@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_magi.backends.sm90.choices import backward_choice, make_problem
+from megatron_magi.backends.sm90.plan import Tiling, make_host_plan, mask_facts
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper.choices import backward_choice, make_problem
-from megatron_magi.ops.hopper.plan import Tiling, make_host_plan, mask_facts
 
 
 def random_blocks(rng, tokens, size, density) -> tuple[np.ndarray, np.ndarray]:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.ops.hopper import kernels as hopper_kernels
-from megatron_magi.ops.impl import hopper
-from megatron_magi.ops.operands import ForwardInputs, ForwardOutput
-from megatron_magi.ops.options import AttnOptions
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90 import kernels as hopper_kernels
+from megatron_magi.operands.options import AttnOptions
+from megatron_magi.operands.passes import ForwardInputs, ForwardOutput
 from tests.gpu_memory import needs_gigabytes
 from tests.ops.ffa_cases import (
     FREE,

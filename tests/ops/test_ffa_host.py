@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90 import kernels as hopper_kernels
+from megatron_magi.backends.sm90 import params as hopper_params
+from megatron_magi.backends.sm90 import support as hopper_support
 from megatron_magi.cuda import build as hopper_build
 from megatron_magi.cuda import driver as hopper_driver
 from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper import kernels as hopper_kernels
-from megatron_magi.ops.hopper import params as hopper_params
-from megatron_magi.ops.hopper import support as hopper_support
-from megatron_magi.ops.impl import hopper
-from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
-from megatron_magi.ops.options import AttnOptions
+from megatron_magi.operands.options import AttnOptions
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 
 STRUCTS = [
     (

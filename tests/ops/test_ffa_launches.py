@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90 import backward as hopper_backward
+from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.cuda import driver as hopper_driver
 from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
-from megatron_magi.ops.hopper import backward as hopper_backward
-from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.impl import hopper
-from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
-from megatron_magi.ops.options import AttnOptions
+from megatron_magi.operands.options import AttnOptions
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from tests.ops.test_ffa_host import tensors
 
 

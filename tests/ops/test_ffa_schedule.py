@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.mask import builders
-from megatron_magi.mask.bands import transpose
-from megatron_magi.ops.hopper.schedule import (
+from megatron_magi.backends.sm90.schedule import (
     Schedule,
     differ_in_length,
     long_tile,
     make_schedule,
 )
-from megatron_magi.ops.hopper.tiles import UNIT, TilePlan, drift, plan_tiles
-from megatron_magi.ops.hopper.tuning import (
+from megatron_magi.backends.sm90.tiles import UNIT, TilePlan, drift, plan_tiles
+from megatron_magi.backends.sm90.tuning import (
     LONG_BLOCKS,
     LONG_BLOCKS_MOVING,
     LONG_BLOCKS_UNEVEN,
@@ -26,6 +24,8 @@ from megatron_magi.ops.hopper.tuning import (
     PIECE_BLOCKS,
     SECTION_TILES,
 )
+from megatron_magi.mask import builders
+from megatron_magi.mask.bands import transpose
 
 SMS = 132
 

@@ -10,16 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.config import DispatchConfig, MagiConfig
-from megatron_magi.mask import bands as bd
-from megatron_magi.mask import builders
-from megatron_magi.mask.bands import transpose
-from megatron_magi.mask.dense import dense_bands
-from megatron_magi.ops.hopper import native, tuning
-from megatron_magi.ops.hopper.cuts import _segment_columns
-from megatron_magi.ops.hopper.plan import Tiling, make_host_plan
-from megatron_magi.ops.hopper.schedule import best_splits
-from megatron_magi.ops.hopper.tiles import (
+from megatron_magi.backends.sm90 import native, tuning
+from megatron_magi.backends.sm90.cuts import _segment_columns
+from megatron_magi.backends.sm90.plan import Tiling, make_host_plan
+from megatron_magi.backends.sm90.schedule import best_splits
+from megatron_magi.backends.sm90.tiles import (
     EVERYTHING,
     UNIT,
     TilePlan,
@@ -27,6 +22,11 @@ from megatron_magi.ops.hopper.tiles import (
     pack_columns,
     plan_tiles,
 )
+from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.mask import bands as bd
+from megatron_magi.mask import builders
+from megatron_magi.mask.bands import transpose
+from megatron_magi.mask.dense import dense_bands
 from megatron_magi.plan import make_plan
 
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_magi.backends.sm90 import gated, gated_backward
+from megatron_magi.backends.sm90.one_launch import _later_numbers
+from megatron_magi.backends.sm90.plan import Tiling, device_plan
+from megatron_magi.backends.sm90.support import row_work
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.call_list import CallList
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper import gated, gated_backward
-from megatron_magi.ops.hopper.one_launch import _later_numbers
-from megatron_magi.ops.hopper.plan import Tiling, device_plan
-from megatron_magi.ops.hopper.support import row_work
-from megatron_magi.ops.operands import ForwardInputs, ForwardOutput
-from megatron_magi.ops.options import AttnOptions
+from megatron_magi.operands.options import AttnOptions
+from megatron_magi.operands.passes import ForwardInputs, ForwardOutput
 from tests.ops.fake_driver import fake_driver
 
 N, HEADS, HEADS_KV, DIM = 2048, 8, 2, 128

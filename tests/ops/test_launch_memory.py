@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from soak_attention import all_caches, random_mask
 
-from megatron_magi.ops.impl import hopper
-from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
-from megatron_magi.ops.options import AttnOptions
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.operands.options import AttnOptions
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from tests.ops.fake_driver import fake_driver
 
 ROWS, MASKS, FIRST, KEPT = 512, 160, 60, 8

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_magi.ops.merge import merge, merge_, merge_sink_, sink_gradient, sink_lse
+from megatron_magi.operands.merge import merge, merge_, merge_sink_, sink_gradient, sink_lse
 
 lse_values = st.one_of(st.just(-torch.inf), st.floats(-40, 40), st.floats(-4000, 4000))
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megatron_magi.attention import distributed_attention
+from megatron_magi.backends.blocked import attention as blocked
+from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.config import AttendConfig, MagiConfig
 from megatron_magi.mask import builders
-from megatron_magi.ops.impl import blocked, hopper
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import row_delta
 from megatron_magi.plan import make_plan

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_magi.backends.blocked import attention as blocked
+from megatron_magi.backends.blocked.block_plan import BlockLimits, make_block_plan
 from megatron_magi.mask import AttnMask, MaskType, builders
 from megatron_magi.mask import bands as bd
-from megatron_magi.ops.block_plan import BlockLimits, make_block_plan
-from megatron_magi.ops.impl import blocked
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.testing.error_budget import assert_within_budget
@@ -25,7 +25,7 @@ def tiny_blocks(monkeypatch):
 
 
 def with_tiny_blocks(monkeypatch):
-    monkeypatch.setattr("megatron_magi.ops.block_plan.MIN_CHUNK", 4)
+    monkeypatch.setattr("megatron_magi.backends.blocked.block_plan.MIN_CHUNK", 4)
     monkeypatch.setattr(blocked, "block_plan", lambda bands, heads, device: make_block_plan(bands, heads, device, TINY))
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90 import choices, gated, gated_backward, one_launch, plan
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper import choices, gated, gated_backward, one_launch, plan
-from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_operator import slice_attention_traced
 from tests.ops.ffa_cases import pack_heads

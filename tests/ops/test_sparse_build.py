@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
+from megatron_magi.backends.sm90 import sparse_kernels, sparse_params
 from megatron_magi.cuda import build
-from megatron_magi.ops.hopper import sparse_kernels, sparse_params
 
 pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_magi.ops.impl import sparse_hopper
+from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 from tests.gpu_memory import needs_gigabytes

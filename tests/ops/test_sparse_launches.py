@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_magi.backends.sm90 import sparse as sparse_hopper
+from megatron_magi.backends.sm90 import sparse_backward, sparse_kernels, sparse_lists, support, tuning
 from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.cuda.driver import Kernel
-from megatron_magi.ops.hopper import sparse_backward, sparse_kernels, sparse_lists, support, tuning
-from megatron_magi.ops.impl import sparse_hopper
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 from tests.ops.fake_driver import fake_driver

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from megatron_magi.ops.hopper import tuning
-from megatron_magi.ops.impl import sparse_hopper
+from megatron_magi.backends.sm90 import sparse as sparse_hopper
+from megatron_magi.backends.sm90 import tuning
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 from tests.ops.sparse_cases import (
     Case,

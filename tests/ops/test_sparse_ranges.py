@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
+from megatron_magi.operands.options import AttnOptions
 from megatron_magi.ops import flex_flash_attn, sparse_ranges
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.mask_tensors import HostRanges
-from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.sparse_ranges import block_lists, sparse_pattern_of
 
 

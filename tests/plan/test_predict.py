@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi import thresholds
+from megatron_magi.backends.sm90 import choices, kernels
 from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_bands, dense_mask
-from megatron_magi.ops.hopper import choices, kernels
 from megatron_magi.plan import dispatch_from_chunks, make_dispatch, make_plan, native, predict
 from megatron_magi.plan.balance import candidates, fastest, predictions
 from megatron_magi.plan.chunks import chunk_bounds

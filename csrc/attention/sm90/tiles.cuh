@@ -67,7 +67,7 @@ DEVICE void release(u64& barrier, int lane) {
   if (lane == 0) barrier_arrive(smem_address(&barrier));
 }
 
-// The mask, tile by tile; made by ops/hopper/tiles.py. A pass is a range of successive blocks of a tile.
+// The mask, tile by tile; made by backends/sm90/tiles.py. A pass is a range of successive blocks of a tile.
 struct TilePlan {
   const int4* tiles;   // by decreasing cost: first row, first pass, past-the-last pass, number of rows
   const int4* passes;  // two each: first column, number of blocks; first and past-the-last fully visible block, for

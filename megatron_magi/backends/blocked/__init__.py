@@ -1,0 +1,1 @@
+"""Attention in torch, block by block, on any device."""

@@ -1,0 +1,108 @@
+"""Dense reference attention: plain formulas, seqlen_q x seqlen_k memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_magi.mask.dense import dense_bands
+from megatron_magi.operands.merge import accumulate_dtype, merge_
+from megatron_magi.operands.options import AttnOptions
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
+
+TAKES_MEMO = False
+
+
+@torch.no_grad()
+def forward(
+    inputs: ForwardInputs,
+    bands: np.ndarray,
+    options: AttnOptions,
+    output: ForwardOutput,
+    *,
+    return_max_logits: bool = False,
+) -> Tensor | None:
+    """Writes attention over ``bands`` to ``output``, or merges it into that; arguments are already checked.
+
+    Returns the largest visible logit of each head, ``[num_heads_q]``, if asked for.
+    """
+    q, k, v, sink_lse = inputs
+    out, lse, accumulate = output
+    visible = _visible(bands, q, k)
+    q, k, v = _operands(q, k, v, visible)
+    logits, _ = _logits(q, k, visible, options)
+    row_lse = torch.logsumexp(logits, dim=-1)  # [heads, rows]
+    if sink_lse is not None:
+        per_row = sink_lse.expand(lse.shape).t().to(row_lse.dtype)
+        row_lse = torch.logaddexp(row_lse, per_row)
+    p = _probabilities(logits, row_lse)
+    result = (p @ v).transpose(0, 1)
+    if accumulate:
+        merge_(out, lse, result, row_lse.t())
+    else:
+        out.copy_(result)
+        lse.copy_(row_lse.t())
+    if not return_max_logits:
+        return None
+    if logits.numel() == 0:
+        return logits.new_full((q.shape[0],), -torch.inf)
+    return logits.amax(dim=(1, 2))
+
+
+@torch.no_grad()
+def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, grads: Gradients) -> None:
+    """Writes dq, dk, dv to ``grads``, or adds to them; arguments are already checked.
+
+    With p = exp(s - lse): dv = p^T dout, dp = dout v^T, ds = p * (dp - delta), dq = ds k, dk = ds^T q. ``lse`` and
+    ``delta`` may belong to more keys than are given here; the formulas hold for each part.
+    """
+    q, k, v, dout, lse, delta = inputs
+    visible = _visible(bands, q, k)
+    num_heads_kv = k.shape[1]
+    q, k, v = _operands(q, k, v, visible)
+    dout, lse, delta = (
+        _hide_rows(t, visible.any(dim=1)).to(q.dtype).transpose(0, 1) for t in (dout, lse[..., None], delta[..., None])
+    )
+    logits, slope = _logits(q, k, visible, options)
+    p = _probabilities(logits, lse[..., 0])
+    dv = p.transpose(1, 2) @ dout
+    ds = p * (dout @ v.transpose(1, 2) - delta) * slope * options.softmax_scale
+    dq = ds @ k
+    dk = ds.transpose(1, 2) @ q
+    # Query heads that share a key head add up.
+    dk, dv = (g.unflatten(0, (num_heads_kv, -1)).sum(dim=1) for g in (dk, dv))
+    grads.put(grad.transpose(0, 1) for grad in (dq, dk, dv))
+
+
+def _visible(bands: np.ndarray, q: Tensor, k: Tensor) -> Tensor:
+    return torch.from_numpy(dense_bands(bands, q.shape[0], k.shape[0])).to(q.device)
+
+
+def _hide_rows(t: Tensor, keep: Tensor) -> Tensor:
+    # A probability of 0 does not hide a NaN: 0 * NaN is NaN. So tokens in no pair become 0.
+    return torch.where(keep[:, None, None], t, 0)
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as ``[num_heads_q, tokens, dim]`` in the accumulation dtype, unseen tokens 0."""
+    dtype, repeats = accumulate_dtype(q.dtype), q.shape[1] // k.shape[1]
+    q = _hide_rows(q, visible.any(dim=1))
+    k, v = (_hide_rows(t, visible.any(dim=0)).repeat_interleave(repeats, dim=1) for t in (k, v))
+    return tuple(t.to(dtype).transpose(0, 1) for t in (q, k, v))
+
+
+def _logits(q: Tensor, k: Tensor, visible: Tensor, options: AttnOptions) -> tuple[Tensor, Tensor | float]:
+    """Logits with -inf where hidden, and their slope with respect to the uncapped ones."""
+    logits = q @ k.transpose(1, 2) * options.softmax_scale
+    slope: Tensor | float = 1.0
+    if options.softcap > 0:
+        capped = torch.tanh(logits / options.softcap)
+        logits, slope = capped * options.softcap, 1 - capped * capped
+    return logits.masked_fill(~visible, -torch.inf), slope
+
+
+def _probabilities(logits: Tensor, row_lse: Tensor) -> Tensor:
+    # Rows without any key or sink have lse -inf; all their logits are -inf, so p is 0.
+    shift = row_lse.masked_fill(row_lse == -torch.inf, 0)
+    return torch.exp(logits - shift[..., None])

@@ -1,0 +1,89 @@
+"""Tile plans in C++ (csrc/solver/tiles.cpp): equal to `tiles.plan_tiles`, but faster.
+
+Tiles with rows that see several intervals in one run of columns are still divided into passes by `passes.py`, in numpy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from megatron_magi import compiled
+from megatron_magi.backends.sm90 import tuning
+from megatron_magi.backends.sm90.passes import assign_passes
+from megatron_magi.backends.sm90.tiles import TilePlan
+from megatron_magi.mask import bands as bd
+
+_VERSION = 3
+"""Raised with that of csrc/solver/tiles.cpp: a library that was built from other sources is not used."""
+_Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        *((name, _Int) for name in ("num_rows", "block_m", "block_n", "align", "hide_tail", "parts", "tile_cost")),
+        ("pass_cost", ctypes.c_double),
+        ("masked_cost", ctypes.c_double),
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The library next to this file; None if it was not built, or was built from other sources."""
+    library = compiled.load(Path(__file__).parent, "tiles", _VERSION)
+    if library is not None:
+        library.magi_tiles_begin.restype = _Pointer
+        library.magi_tiles_begin.argtypes = [_Pointer, _Int, _Pointer, _Pointer]
+        library.magi_tiles_pieces.argtypes = [_Pointer] * 3
+        library.magi_tiles_give.argtypes = [_Pointer, _Pointer, _Pointer, _Int, _Pointer, _Int]
+        library.magi_tiles_end.argtypes = [_Pointer] * 5
+    return library
+
+
+def available() -> bool:
+    """Whether the C++ planner was built from the sources of this package."""
+    return _library() is not None
+
+
+def chosen(planner: str) -> bool:
+    """See `compiled.chosen`."""
+    return compiled.chosen(planner, _library())
+
+
+def plan_tiles(
+    bands: bd.IntArray,
+    num_rows: int,
+    block_m: int,
+    block_n: int,
+    *,
+    align: int = 1,
+    hide_tail: bool = False,
+    parts: int = 2,
+    packed: int = 1,
+) -> TilePlan:
+    """`tiles.plan_tiles` in C++, with equal results; only where this is `available`."""
+    library = _library()
+    assert library is not None
+    pass_cost = tuning.PASS_COST_BLOCKS * 128 / (block_n * packed)
+    costs = tuning.TILE_COST_COLUMNS, pass_cost, tuning.MASKED_COST if hide_tail else 0.0
+    shape = _Shape(num_rows, block_m, block_n, align, hide_tail, parts, *costs)
+    bands = np.ascontiguousarray(bands, dtype=np.int64)
+    counts = (_Int * 3)()
+    handle = library.magi_tiles_begin(bands.ctypes.data, len(bands), ctypes.byref(shape), counts)
+    num_tiles, num_pieces, num_passes = counts
+    if num_passes < 0:
+        pieces, tile = np.empty((num_pieces, 6), dtype=np.int64), np.empty(num_pieces, dtype=np.int64)
+        library.magi_tiles_pieces(handle, pieces.ctypes.data, tile.ctypes.data)
+        found = map(np.ascontiguousarray, assign_passes(pieces, tile, block_n, align, pass_cost))
+        pieces, pass_of_piece, pass_tile = found
+        num_passes = len(pass_tile)
+        library.magi_tiles_give(
+            handle, pieces.ctypes.data, pass_of_piece.ctypes.data, len(pieces), pass_tile.ctypes.data, num_passes
+        )
+    tiles, passes = np.empty((num_tiles, 4), dtype=np.int32), np.empty((num_passes, 8), dtype=np.int32)
+    bounds, costs = np.empty((num_passes, block_m, 2), dtype=np.int32), np.empty(num_tiles, dtype=np.int64)
+    library.magi_tiles_end(handle, *(array.ctypes.data for array in (tiles, passes, bounds, costs)))
+    return TilePlan(tiles, passes, bounds, costs, block_m, block_n, block_n)

@@ -1,0 +1,310 @@
+"""Work items of the backward kernel and their order: a tile of keys with one or all query heads, or with some query
+blocks of one head. SMs take items in this order (persistent scheduling with an atomic counter).
+
+- Long tiles are split by query head. Items of one query head are adjacent, so that they read the same queries and add
+  to the same dq while these are in the L2 cache. Each adds its part of dk and dv to fp32 sums, whose memory limits the
+  number of split tiles; long tiles beyond it are ordered by key head.
+- The longest tiles are also cut into pieces of query blocks; first pieces of all tiles precede second pieces, as more
+  queries would otherwise be in use than the L2 cache holds.
+- Tiles that are not split process all query heads of a key head and write dk and dv themselves. If dq is accumulated in
+  memory and query heads share key heads, they are ordered by key head: adjacent tiles of a key head share queries and
+  should start close together, although SMs drift apart.
+- If no tile is split and dq is not accumulated, items are ordered for balance alone, so that no long item runs last.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_magi.backends.sm90 import tuning
+
+_QUERIES, _SLACK = 64, 208  # queries of a block; tolerance in columns for where tiles of one document end
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Work items in the order in which they start.
+
+    Attributes:
+        items: int32 ``[num_items, 4]``: tile; first query head | number of query heads << 16; first query block, and
+            number of query blocks, 0 for all.
+        num_split: the first ``num_split`` tiles are split by query head.
+    """
+
+    items: NDArray[np.int32]
+    num_split: int
+
+
+class _Work(NamedTuple):
+    """What is divided into items: arguments of `make_schedule`."""
+
+    starts: np.ndarray
+    costs: np.ndarray
+    heads_kv: int
+    group: int
+    num_sms: int
+
+    @property
+    def first_heads(self) -> range:
+        """First query head of each key head."""
+        return range(0, self.heads_kv * self.group, self.group)
+
+
+class _Division(NamedTuple):
+    """How tiles are divided.
+
+    Attributes:
+        num_long: the first ``num_long`` tiles are long.
+        num_split: the first ``num_split`` of them are split by query head.
+        width: query heads of an item of a split tile.
+        piece: blocks of a piece, see `_piece`.
+        documents: tiles of the documents that are processed in `_sections`.
+    """
+
+    num_long: int
+    num_split: int
+    width: int
+    piece: int
+    documents: list[np.ndarray]
+
+
+def differ_in_length(starts: float, ends: float) -> bool:
+    """Whether adjacent tiles, whose starts and ends are this many columns apart, differ in their number of blocks."""
+    return min(starts, ends) < tuning.SMALL_DRIFT_COLUMNS < max(starts, ends)
+
+
+def long_tile(starts: float, ends: float) -> int:
+    """Blocks from which on a tile is long, if starts and ends of adjacent tiles are this many columns apart."""
+    if differ_in_length(starts, ends):
+        return tuning.LONG_BLOCKS_UNEVEN
+    return tuning.LONG_BLOCKS if min(starts, ends) < tuning.SMALL_DRIFT_COLUMNS else tuning.LONG_BLOCKS_MOVING
+
+
+def make_schedule(
+    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, *, max_split: int, long_tile: int,
+    narrow: bool = False,
+) -> Schedule:  # fmt: skip
+    """Divides the tiles and heads of a backward pass into work items.
+
+    Args:
+        starts: ``[num_tiles]``, first key of each tile of a plan of the transposed mask.
+        costs: ``[num_tiles]``, its blocks, in the order of the plan, by decreasing cost.
+        heads_kv: key heads.
+        group: query heads of a key head.
+        num_sms: SMs that take the items in order.
+        max_split: most tiles that may be split by query head; 0 also means that dq is not accumulated in memory, so
+            that locality matters less.
+        long_tile: blocks from which on a tile is long.
+        narrow: head dim 64, for which a causal mask of one document is not divided into sections.
+    """
+    assert heads_kv * group < 1 << 16 and group < 1 << 15
+    work = _Work(starts, costs, heads_kv, group, num_sms)
+    near = _near_schedule(work, max_split, long_tile, narrow)
+    if max_split or len(near.items) > tuning.FALLING_COST_MOST_ITEMS * num_sms:
+        return near
+    items = _section(np.arange(len(costs)), work.first_heads, group)
+    orders = near, Schedule(items.astype(np.int32), 0)
+    times = [_makespan(_item_costs(order.items, costs, group), num_sms) for order in orders]
+    return orders[times[1] < tuning.FALLING_COST_GAIN * times[0]]
+
+
+def local_first(schedule: Schedule, costs: np.ndarray, group: int, is_own: np.ndarray, lead: int) -> Schedule:
+    """Moves items of this rank's own keys, which need not wait, to the front.
+
+    Args:
+        costs: as in `make_schedule`.
+        group: likewise.
+        is_own: bool ``[num_tiles]``, tiles of own keys.
+        lead: total blocks of the items to move to the front.
+    """
+    own = is_own[schedule.items[:, 0]]
+    work = np.where(own, _item_costs(schedule.items, costs, group), 0)
+    leads = own & (np.cumsum(work) - work < lead)
+    return Schedule(schedule.items[np.argsort(~leads, kind="stable")], schedule.num_split)
+
+
+def _near_schedule(work: _Work, max_split: int, long_tile: int, narrow: bool) -> Schedule:
+    """Items ordered for locality: those that share queries are close together."""
+    starts, costs, heads_kv, group, num_sms = work
+    width = 1 if max_split else group
+    most = max_split if width < group else len(costs)
+    candidates = [long_tile]
+    if width < group:
+        candidates = list(dict.fromkeys([*candidates, tuning.LONG_BLOCKS_UNEVEN, 1]))
+    may_have_documents = width < group and long_tile == tuning.LONG_BLOCKS_UNEVEN
+    documents = _documents(np.argsort(starts, kind="stable"), starts, costs) if may_have_documents else []
+    if narrow and len(documents) == 1:
+        documents = []
+    piece = _piece(costs, heads_kv * group, long_tile, bool(documents)) if width < group else 0
+    if piece:
+        documents = []
+    best, shortest = None, float("inf")
+    for least in candidates:
+        num_long = _num_long(costs, least)
+        schedule = _schedule(work, _Division(num_long, min(most, num_long), width, piece, documents))
+        if len(candidates) == 1 or (best is None and len(schedule.items) > tuning.ENOUGH_ITEMS * num_sms):
+            return schedule
+        of_items = _item_costs(schedule.items, costs, group)
+        time = _makespan(of_items, num_sms)
+        if time < 0.98 * shortest:
+            best, shortest = schedule, time
+        if shortest * num_sms <= tuning.BALANCED * sum(of_items):
+            break
+    assert best is not None
+    return best
+
+
+def _num_long(costs: np.ndarray, least: int) -> int:
+    """Number of tiles of at least ``least`` blocks."""
+    less = np.flatnonzero(costs < least)
+    return int(less[0]) if len(less) else len(costs)
+
+
+def _piece(costs: np.ndarray, heads: int, long_tile: int, in_sections: bool) -> int:
+    """Blocks of a piece; 0 if no tile is cut.
+
+    Tiles are cut if adjacent ones iterate over the same queries; only longer ones if they have the same number of
+    blocks, hence run in step, or if so few run together that the L2 cache holds what they read.
+    """
+    limits = {tuning.LONG_BLOCKS_UNEVEN: 5 * tuning.PIECE_BLOCKS // 4, tuning.LONG_BLOCKS: tuning.MOST_BLOCKS_IN_STEP}
+    limit = tuning.MOST_BLOCKS_IN_STEP if in_sections else limits.get(long_tile, np.inf)
+    if costs.max(initial=0) <= limit:
+        return 0
+    return max(tuning.PIECE_BLOCKS, int(costs.sum()) * heads // tuning.MOST_PIECES)
+
+
+def _schedule(work: _Work, division: _Division) -> Schedule:
+    """Adjacent tiles follow each other, as they share queries; the last items are sorted by decreasing cost."""
+    starts, costs, heads_kv, group, num_sms = work
+    num_long, num_split, width, piece, documents = division
+    place = np.argsort(starts, kind="stable")
+    split, short = place[place < num_split], place[place >= num_long]
+    unsplit = place[(place >= num_split) & (place < num_long)]
+    are_many = width == group and len(place) * heads_kv > tuning.FALLING_COST_MOST_ITEMS * num_sms
+    num_last = -(-(tuning.LAST_OF_MANY_ITEMS if are_many else tuning.LAST_ITEMS) * num_sms // heads_kv)
+    ends_short = not num_long or (are_many and len(short) >= num_last)
+    last = short[:0]
+    if ends_short:
+        is_last = short >= len(place) - num_last
+        short, last = short[~is_last], np.sort(short[is_last])
+    heads = range(0, heads_kv * group, width)
+    *sections, split = _sections([tiles[tiles < num_split] for tiles in documents], costs) or [split]
+    alone = len(heads) - _heads_together(costs[np.sort(split)], len(heads), num_sms)
+    parts = [_section(unsplit, [head], group) for head in work.first_heads]
+    parts += [_section(tiles, [head], width) for tiles in sections for head in heads]
+    of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
+    parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone]]
+    parts.append(_section(np.sort(split), heads[alone:], width))
+    heads_at_once = [[head] for head in work.first_heads] if width < group else [work.first_heads]
+    of_short = [_section(short, some, group) for some in heads_at_once] + [_section(last, work.first_heads, group)]
+    parts = [*parts, *of_short] if ends_short else [*of_short, *parts]
+    items = np.concatenate(parts)
+    if width < group and num_split == len(place) and not piece:
+        items = _cut_last(items, costs, num_sms)
+    return Schedule(items.astype(np.int32), num_split if width < group else 0)
+
+
+def _documents(tiles: np.ndarray, starts: np.ndarray, costs: np.ndarray) -> list[np.ndarray]:
+    """Tiles of each causal document, in order of position; empty unless all tiles belong to causal documents."""
+    ends, borders, first = (starts[tiles] + _QUERIES * costs[tiles]).tolist(), [], 0
+    for i, start in enumerate(starts[tiles].tolist()):
+        if abs(ends[i] - ends[first]) > _SLACK:
+            if start < ends[i - 1] - _SLACK:
+                return []
+            borders.append(i)
+            first = i
+    return np.split(tiles, borders)
+
+
+def _sections(documents: list[np.ndarray], costs: np.ndarray) -> list[np.ndarray]:
+    """Documents with tiles, long ones divided into equal sections, by decreasing cost."""
+    runs = [
+        run
+        for tiles in documents
+        if len(tiles)
+        for run in np.array_split(tiles, -(-len(tiles) // tuning.SECTION_TILES))
+    ]
+    return sorted(runs, key=lambda run: -int(costs[run].sum()))
+
+
+def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
+    """Items of some tiles and heads, tile by tile."""
+    heads = np.asarray(first_heads, dtype=np.int64) + (num_heads << 16)
+    items = np.zeros((len(tiles) * len(heads), 4), dtype=np.int64)
+    items[:, 0], items[:, 1] = np.repeat(tiles, len(heads)), np.tile(heads, len(tiles))
+    return items
+
+
+def _pieces(tiles: np.ndarray, costs: np.ndarray, width: int, piece: int) -> np.ndarray:
+    """Items of the first query heads, first pieces before second ones; a last piece may be a quarter longer."""
+    count, found = np.maximum(1, (costs[tiles] - piece // 4 - 1) // piece + 1), []
+    for i in range(count.max(initial=1)):
+        some, is_last = tiles[count > i], count[count > i] == i + 1
+        items = _section(some, [0], width)
+        items[:, 2], items[:, 3] = i * piece, np.where(is_last, costs[some] - i * piece, piece)
+        found.append(items)
+    return np.concatenate(found)
+
+
+def _cut_last(items: np.ndarray, costs: np.ndarray, num_sms: int) -> np.ndarray:
+    """Cuts the last few items, of one query head each, into pieces if all items are of one size.
+
+    Uncut, SMs would idle while some work on the last items: of 4,096 items on 132 SMs, four remain after 31 rounds.
+    """
+    last, blocks = len(items) % num_sms, int(costs[0])
+    if not last or len(items) < num_sms or (costs != blocks).any():
+        return items
+
+    def rest(pieces: int) -> int:
+        return -(-last * pieces // num_sms) * (-(-blocks // pieces) + tuning.PART_COST_BLOCKS)
+
+    pieces = min(range(1, max(2, blocks // tuning.LEAST_PIECE_BLOCKS + 1)), key=rest)
+    if pieces == 1:
+        return items
+    bounds = np.arange(pieces + 1) * blocks // pieces
+    cut = np.repeat(items[-last:], pieces, axis=0)
+    cut[:, 2], cut[:, 3] = np.tile(bounds[:-1], last), np.tile(np.diff(bounds), last)
+    return np.concatenate([items[:-last], cut])
+
+
+def _heads_together(costs: np.ndarray, heads: int, num_sms: int) -> int:
+    """Heads, or groups, that are processed together at the end, so that no SM has a long tile left alone."""
+    if not len(costs):
+        return 0
+    return min(heads, -(-2 * int(costs[0]) * num_sms // int(costs.sum())))
+
+
+def _item_costs(items: np.ndarray, costs: np.ndarray, group: int) -> list[int]:
+    """Cost of each item, in blocks: its blocks and its fixed cost."""
+    heads = items[:, 1] >> 16
+    blocks = np.where(items[:, 3] > 0, items[:, 3], costs[items[:, 0]])
+    return (blocks * heads + np.where(heads < group, tuning.PART_COST_BLOCKS, tuning.ITEM_COST_BLOCKS)).tolist()
+
+
+def _makespan(costs: Iterable[int], num_sms: int) -> int:
+    """Makespan in blocks if each SM takes the next item when it is free."""
+    busy = [0] * max(1, num_sms)
+    for cost in costs:
+        heapq.heapreplace(busy, busy[0] + cost)
+    return max(busy)
+
+
+def best_splits(costs: Sequence[int] | np.ndarray, num_heads_kv: int, group: int, num_sms: int) -> int:
+    """Splits of the query heads of a group in the backward in parts; ``costs``: blocks of each tile."""
+    costs, num_sms = np.asarray(costs).tolist(), max(1, num_sms)
+    best, shortest = 1, float("inf")
+    for splits in (n for n in range(1, group + 1) if group % n == 0):
+        extra = tuning.WHOLE_COST_BLOCKS if splits == 1 else tuning.SPLIT_COST_BLOCKS
+        items = [c * (group // splits) + extra for c in costs for _ in range(num_heads_kv * splits)]
+        if len(items) > tuning.ENOUGH_ITEMS * num_sms:
+            return best
+        time = _makespan(items, num_sms)
+        if time < 0.98 * shortest:
+            best, shortest = splits, time
+    return best

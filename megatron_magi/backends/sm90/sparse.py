@@ -1,0 +1,147 @@
+"""Sparse attention on Hopper GPUs: the kernels ``csrc/attention/sm90/sparse_*``.
+
+Takes fp16 and bf16, head dims 64 and 128. Lists are never copied to the host.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatron_magi.backends.sm90 import sparse_kernels as kernels
+from megatron_magi.backends.sm90.sparse_backward import backward_by_keys, backward_by_tiles, may_add_dq
+from megatron_magi.backends.sm90.sparse_lists import lists_of
+from megatron_magi.backends.sm90.sparse_params import SparseForwardParams
+from megatron_magi.backends.sm90.support import (
+    LOG2_E,
+    current_stream,
+    in_dtype,
+    kernels_exist,
+    launch_counter,
+    sm_count,
+    why_not,
+)
+from megatron_magi.cuda.launch import Launch, prepared
+from megatron_magi.ops.sparse_pattern import SparsePattern
+
+logger = logging.getLogger(__name__)
+
+
+def is_supported(q: Tensor, v: Tensor) -> bool:
+    """Whether both passes take tensors like these."""
+    dims = (q.shape[2], v.shape[2])
+    return dims in kernels.DIMS and kernels_exist(q.device, q.dtype, dims)
+
+
+def say_why_not(q: Tensor, v: Tensor) -> None:
+    """Logs why the reference is used for tensors on a GPU, each reason once."""
+    _warn_once(q.device, q.dtype, (q.shape[2], v.shape[2]))
+
+
+@cache
+def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    logger.warning("sparse attention falls back to the dense definition: %s", _why_not(device, dtype, dims))
+
+
+def _why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str:
+    if not kernels_exist(device, dtype, kernels.DIMS[0]):
+        return why_not(device, dtype, kernels.DIMS[0], "'reference', which takes the memory of dense logits")
+    known = " and ".join(str(dim) for dim, _ in kernels.DIMS)
+    return f"q, v: sparse impl 'ffa' takes head dims {known}, got {dims[0]} (q, k) and {dims[1]} (v); use 'reference'"
+
+
+def _check_support(q: Tensor, v: Tensor) -> None:
+    if not is_supported(q, v):
+        raise ValueError(_why_not(q.device, q.dtype, (q.shape[2], v.shape[2])))
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: SparsePattern,
+    softmax_scale: float,
+    *,
+    sink_lse: Tensor | None,
+    return_max_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``(out, lse, max_logits)`` of checked arguments; see `sparse_reference.forward`.
+
+    Raises:
+        ValueError: the device, dtype or head dims are not supported.
+    """
+    _check_support(q, v)
+    num_rows, num_heads, dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
+    max_logits = lse.new_full((num_heads,), -torch.inf) if return_max_logits else None
+    if sink_lse is not None:
+        sink_lse = sink_lse.expand(num_rows, num_heads)
+    if not num_rows or not k.shape[0]:
+        lse.fill_(-torch.inf) if sink_lse is None else lse.copy_(sink_lse)
+        return out.zero_(), lse, max_logits
+    q, k, v = map(kernels.readable, (q, k, v))
+    stream, lists, indexed = current_stream(q.device), lists_of(pattern), pattern.k_block == 1
+    group = num_heads // k.shape[1]
+    groups = kernels.forward_groups(group, pattern.q_block)
+
+    def make() -> Launch:
+        params = SparseForwardParams(
+            tiles=kernels.cut_tiles(q, k, pattern, groups),
+            k_row=k.stride(0), k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
+            out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
+            scale_log2=softmax_scale * LOG2_E, logit_scale=softmax_scale,
+        )  # fmt: skip
+        if sink_lse is not None:
+            params.sink_row, params.sink_head = sink_lse.stride()
+        kernel = kernels.forward_kernel(q.device, q.dtype, dim, groups, indexed)
+        maps = (kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE))
+        # With one consumer warpgroup two thread blocks share an SM.
+        grid = min(params.tiles.num_items, sm_count(q.device) * (3 - groups))
+        return Launch(kernel, grid, params, maps)
+
+    key = (
+        "sparse_forward", q.device, stream, q.dtype, softmax_scale, pattern.q_block, pattern.k_block,
+        pattern.causal, pattern.num_lists, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
+        None if sink_lse is None else sink_lse.stride(),
+    )  # fmt: skip
+    launch, counter = prepared(key, make), launch_counter(q.device, stream)
+    with launch.lock:
+        launch.point_maps(q.data_ptr(), k.data_ptr(), v.data_ptr())
+        params = launch.params
+        lists.point(params.tiles, counter)
+        params.keys, params.values = k.data_ptr(), v.data_ptr()
+        params.out, params.lse = out.data_ptr(), lse.data_ptr()
+        params.sink_lse = 0 if sink_lse is None else sink_lse.data_ptr()
+        params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
+        launch.fire(stream)
+    return out, lse, max_logits
+
+
+def backward(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    pattern: SparsePattern,
+    softmax_scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` of q, k, v, dout; see `sparse_reference.backward`.
+
+    Raises:
+        ValueError: the device, dtype or head dims are not supported, or lists of blocks have 2^31 numbers or more.
+    """
+    q, k, v, dout = tensors
+    _check_support(q, v)
+    if not q.shape[0] or not k.shape[0]:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    tensors = tuple(kernels.readable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
+    alone = not deterministic and may_add_dq(q, k, pattern)
+    lists = None if alone and pattern.is_mask else lists_of(pattern)
+    if alone:
+        return backward_by_keys(tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=True)
+    dq, of_keys = backward_by_tiles(tensors, lse, delta, pattern, lists, softmax_scale, deterministic)
+    return dq, *(of_keys or backward_by_keys(tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=False)[1:])

@@ -1,0 +1,326 @@
+"""Backward of sparse attention on Hopper GPUs.
+
+For blocks of 128 keys one kernel may compute all gradients along lists of queries, with dq accumulated in fp32 sums.
+Otherwise, and in deterministic mode, dq is computed by tiles along lists of keys, and dk and dv of blocks by that
+kernel without dq. For single keys dk and dv are also accumulated, in fp32 in no fixed order, or in fixed point, where
+the order does not matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_magi.backends.sm90 import sparse_kernels as kernels
+from megatron_magi.backends.sm90 import tuning
+from megatron_magi.backends.sm90.kernels import element
+from megatron_magi.backends.sm90.sparse_lists import Lists, lists_of_queries
+from megatron_magi.backends.sm90.sparse_params import (
+    SparseBackwardParams,
+    SparseFinishDqParams,
+    SparseFinishParams,
+    SparseKeysParams,
+    SparseStatsParams,
+)
+from megatron_magi.backends.sm90.support import LOG2_E, current_stream, grid_size, launch_counter, sm_count
+from megatron_magi.cuda.launch import Launch, prepared
+from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q, k, v and dout."""
+
+_UNIT = 16  # places of a piece of the sums of dq
+_TEAMS = {64: 2, 128: 1}  # teams of the kernel along lists of queries, by keys of a block
+_LEAST_STEPS, _SUM_HEADS = {64: 32, 128: 64}, 2  # of parts of long lists, by keys of a block
+_LEAST_STEPS_OF_FEW = 4  # of parts of few lists
+_ZEROING_BLOCKS = 2048
+_FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes it
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Layout of queries for the kernel along lists of queries: query heads in packs, whose rows share tiles.
+
+    Attributes:
+        q_block: queries of a block.
+        heads, packs: query heads of a pack, packs of all query heads.
+        stats_block, stats_rows: rows of statistics of a block of queries, padded to a multiple of 16 bytes; and of a
+            pack, with one more tile, for reads of the last tile after the last row.
+        block_units, units: units of 16 places of sums of dq, of a block of queries and of a pack; the last tile may
+            add zeros after its own.
+    """
+
+    q_block: int
+    heads: int
+    packs: int
+    stats_block: int
+    stats_rows: int
+    block_units: int
+    units: int
+
+    @property
+    def log2_heads(self) -> int:
+        return self.heads.bit_length() - 1
+
+
+def _rows_of(q: Tensor, k: Tensor, q_block: int) -> _Rows:
+    """The layout of queries q in blocks of ``q_block``."""
+    num_rows, num_heads, _ = q.shape
+    heads, blocks = kernels.heads_of_tile(num_heads // k.shape[1], 2), num_blocks(num_rows, q_block)
+    aligned = max(1, 4 // heads)  # rows of 16 bytes
+    stats_block, block_units = num_blocks(q_block, aligned) * aligned, num_blocks(q_block * heads, _UNIT)
+    return _Rows(
+        q_block, heads, num_heads // heads, stats_block, blocks * stats_block + kernels.PIECE,
+        block_units, blocks * block_units + kernels.PIECE // _UNIT,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of lists in the kernel along lists of queries.
+
+    Attributes:
+        count: most parts of a list.
+        window: blocks of queries of a part.
+        least_steps: average steps of a part, at least; shorter lists have fewer parts.
+        sum_heads: key heads that have their own memory for partial sums.
+    """
+
+    count: int = 1
+    window: int = 0
+    least_steps: int = 0
+    sum_heads: int = 0
+
+
+def _parts_of(q: Tensor, k: Tensor, pattern: SparsePattern, rows: _Rows) -> _Parts:
+    """The number of parts: by the bytes that a key head reads, or for few lists one for each team of warpgroups;
+    limited by the steps of the longest possible list.
+    """
+    heads_kv, teams = k.shape[1], sm_count(q.device) * _TEAMS[pattern.k_block]
+    of_bytes = num_blocks(4 * q.numel() // heads_kv, tuning.SPARSE_PART_BYTES)
+    of_teams = teams // (heads_kv * num_blocks(k.shape[0], pattern.k_block))
+    few = of_teams > of_bytes
+    least = _LEAST_STEPS_OF_FEW if few else _LEAST_STEPS[pattern.k_block]
+    entries = pattern.tensors[-1]
+    num_lists = pattern.num_lists if entries.ndim == 3 else 1
+    # A mask has a block of keys once for each block of queries; entries of lists may all be the same.
+    longest = entries.shape[1] if pattern.is_mask else entries.numel() // num_lists
+    steps = rows.packs // heads_kv * num_blocks(pattern.q_block * rows.heads, kernels.PIECE)
+    blocks = num_blocks(q.shape[0], pattern.q_block)
+    window = num_blocks(blocks, max(1, min(max(of_bytes, of_teams), longest * steps // least)))
+    sum_heads = 0 if window == blocks else heads_kv if few else min(heads_kv, _SUM_HEADS)
+    return _Parts(num_blocks(blocks, window), window, least, sum_heads)
+
+
+def may_add_dq(q: Tensor, k: Tensor, pattern: SparsePattern) -> bool:
+    """Whether one kernel can compute all gradients and is faster: for blocks of 128 keys, if blocks of queries fill its
+    tiles and the sums of dq of a key head stay in the L2 cache.
+    """
+    group = q.shape[1] // k.shape[1]
+    fills = kernels.heads_of_tile(group, 2) * pattern.q_block >= kernels.PIECE
+    num_bytes = 4 * q.numel()
+    stay = num_bytes <= tuning.MOST_SPARSE_DQ_BYTES and num_bytes // k.shape[1] <= tuning.MOST_SPARSE_DQ_BYTES_OF_HEAD
+    return pattern.k_block == 2 * kernels.PIECE and fills and stay
+
+
+def backward_by_tiles(
+    tensors: Tensors,
+    lse: Tensor,
+    delta: Tensor,
+    pattern: SparsePattern,
+    lists_of_rows: Lists,
+    softmax_scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """``(dq, (dk, dv))`` of q, k, v, dout, which TMA can load; for a pattern of blocks ``(dq, None)``."""
+    q, k, v, _ = tensors
+    (num_rows, num_heads, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
+    stream, indexed = current_stream(q.device), pattern.k_block == 1
+    dq = torch.empty((num_rows, num_heads, dim), dtype=q.dtype, device=q.device)
+    sum_rows = num_blocks(num_keys, kernels.PIECE) * kernels.PIECE
+    fixed = indexed and deterministic
+    scales = _fixed_scales(tensors, delta) if fixed else None
+    dtype = torch.int64 if fixed else torch.float32
+    sums = torch.zeros((2, heads_kv, sum_rows if indexed else 0, dim), dtype=dtype, device=q.device)
+
+    def make() -> Launch:
+        params = SparseBackwardParams(
+            tiles=kernels.cut_tiles(q, k, pattern),
+            k_row=k.stride(0), k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
+            lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
+            dq_row=dq.stride(0), dq_head=dq.stride(1), sum_rows=sum_rows,
+            scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
+        )  # fmt: skip
+        if indexed:
+            kernel = kernels.backward_kernel(q.device, q.dtype, dim, fixed)
+        else:
+            kernel = kernels.backward_queries_kernel(q.device, q.dtype, dim)
+        return Launch(kernel, grid_size(q.device, params.tiles.num_items, 0), params, _boxes(tensors))
+
+    counter = launch_counter(q.device, stream)
+    launch = prepared(_key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream, fixed), make)
+    with launch.lock:
+        launch.point_maps(*(t.data_ptr() for t in tensors))
+        params = launch.params
+        lists_of_rows.point(params.tiles, counter)
+        params.keys, params.values = k.data_ptr(), v.data_ptr()
+        params.lse, params.delta, params.dq = lse.data_ptr(), delta.data_ptr(), dq.data_ptr()
+        params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
+        params.fixed_scales = 0 if scales is None else scales.data_ptr()
+        launch.fire(stream)
+    return dq, _finished(sums, scales, k, v, softmax_scale, stream) if indexed else None
+
+
+def _fixed_scales(tensors: Tensors, delta: Tensor) -> Tensor:
+    """Scales of fixed-point sums of dk and dv, powers of two for which no sum can overflow; fp32 ``[2]``.
+
+    Probabilities are at most 1 and dS at most ``|dout| |v| + |delta|``. If a tensor is not finite, neither are the
+    scales (or they are 0), so that the gradients are not finite either.
+    """
+    q, _, v, dout = tensors
+    longest = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).amax() for t in (dout, v)]
+    largest = [t.abs().amax().float() for t in (q, dout)]
+    most = torch.stack([(longest[0] * longest[1] + delta.abs().amax()) * largest[0], largest[1]])
+    return torch.exp2(torch.floor(61 - torch.log2(most * (q.shape[0] * q.shape[1]))).clamp_max(120))
+
+
+def backward_by_keys(
+    tensors: Tensors,
+    lse: Tensor,
+    delta: Tensor,
+    pattern: SparsePattern,
+    lists_of_rows: Lists | None,
+    softmax_scale: float,
+    adds_dq: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """``(dq, dk, dv)`` of q, k, v, dout, which TMA can load, and a pattern of blocks; dq is None unless ``adds_dq``.
+
+    ``lists_of_rows``: the lists of the pattern; not used for a mask.
+    """
+    q, k, v, _ = tensors
+    (num_rows, _, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
+    stream, rows = current_stream(q.device), _rows_of(q, k, pattern.q_block)
+    lists = lists_of_queries(pattern, lists_of_rows, num_rows, num_keys)
+    dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+    pieces = num_blocks(num_keys, pattern.k_block)
+    parts = _Parts() if adds_dq else _parts_of(q, k, pattern, rows)
+    # Memory for dk and dv of tiles of 64 keys that wait for the next part, and four counters of each.
+    waiting = parts.sum_heads * pieces * pattern.k_block // kernels.PIECE
+    part_sums = torch.empty(2 * waiting * kernels.PIECE * dim, dtype=torch.float32, device=q.device)
+    num_sums = rows.packs * rows.units * _UNIT * dim if adds_dq else 4 * waiting
+    sums = torch.empty(num_sums, dtype=torch.float32, device=q.device)  # of dq; else counters of finished parts
+    stats = _packed_stats(lse, delta, rows, sums, stream)
+
+    def make() -> Launch:
+        tiles = kernels.cut_tiles(q, k, pattern)
+        tiles.num_items = parts.count * heads_kv * pieces
+        params = SparseKeysParams(
+            tiles=tiles, stats_rows=rows.stats_rows, stats_block=rows.stats_block,
+            units=rows.units, block_units=rows.block_units,
+            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
+            parts=parts.count, window=parts.window, least_steps=parts.least_steps, sum_heads=parts.sum_heads,
+            scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
+        )  # fmt: skip
+        kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim, pattern.k_block, adds_dq)
+        grid = grid_size(q.device, tiles.num_items, 0)
+        return Launch(kernel, grid, params, _boxes(tensors))
+
+    counter = launch_counter(q.device, stream)
+    launch = prepared(_key("sparse_backward_keys", tensors, (), pattern, softmax_scale, stream, adds_dq, parts), make)
+    with launch.lock:
+        launch.point_maps(*(t.data_ptr() for t in tensors))
+        params = launch.params
+        lists.point(params.tiles, counter)
+        params.lse, params.delta, params.dq_sums = stats[0].data_ptr(), stats[1].data_ptr(), sums.data_ptr()
+        params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
+        params.part_sums, params.parts_done = part_sums.data_ptr(), sums.data_ptr()
+        launch.fire(stream)
+    return _finished_dq(sums, q, rows, softmax_scale, stream) if adds_dq else None, dk, dv
+
+
+def _boxes(tensors: Tensors) -> tuple[tuple[Tensor, int] | tuple[Tensor, int, int], ...]:
+    """TMA boxes of q, k, v, dout: the tensor, rows, and heads."""
+    q, k, v, dout = tensors
+    group = q.shape[1] // k.shape[1]
+    return kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group)
+
+
+def _key(name: str, tensors: tuple, stats: tuple, pattern: SparsePattern, *rest: object) -> tuple:
+    q, k, _, _ = tensors
+    return (
+        name, q.device, q.dtype, q.shape, k.shape, *(t.stride() for t in (*tensors, *stats)),
+        pattern.q_block, pattern.k_block, pattern.causal, pattern.num_lists, *rest,
+    )  # fmt: skip
+
+
+def _packed_stats(lse: Tensor, delta: Tensor, rows: _Rows, sums: Tensor, stream: int) -> Tensor:
+    """lse times log2 e, and delta, fp32 ``[2, packs, stats_rows, heads]``. Sums are zeroed."""
+    num_rows, num_heads = lse.shape
+    stats = torch.empty((2, rows.packs, rows.stats_rows, rows.heads), dtype=torch.float32, device=lse.device)
+    count = rows.stats_rows * num_heads
+
+    def make() -> Launch:
+        params = SparseStatsParams(
+            lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
+            count=count, num_rows=num_rows, rows=rows.stats_rows, query_block=rows.q_block,
+            stats_block=rows.stats_block, log2_heads=rows.log2_heads, num_sums=sums.numel() // 4,
+        )  # fmt: skip
+        kernel = kernels.small_kernel(lse.device, "sparse_stats")
+        return Launch(kernel, min(_ZEROING_BLOCKS, num_blocks(max(count, sums.numel() // 4), 256)), params)
+
+    launch = prepared(("sparse_stats", lse.device, lse.shape, lse.stride(), delta.stride(), rows, sums.numel()), make)
+    with launch.lock:
+        params = launch.params
+        params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
+        params.lse_out, params.delta_out = stats[0].data_ptr(), stats[1].data_ptr()
+        params.sums = sums.data_ptr()
+        launch.fire(stream, overlaps=True)
+    return stats
+
+
+def _finished_dq(sums: Tensor, q: Tensor, rows: _Rows, softmax_scale: float, stream: int) -> Tensor:
+    """dq from its sums."""
+    num_rows, _, dim = q.shape
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+    def make() -> Launch:
+        params = SparseFinishDqParams(
+            dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, units=rows.units,
+            block_units=rows.block_units, query_block=rows.q_block, log2_heads=rows.log2_heads, scale=softmax_scale,
+        )  # fmt: skip
+        defines = (f"HEAD_DIM={dim}", element(q.dtype))
+        kernel = kernels.small_kernel(q.device, "sparse_finish_dq", defines)
+        return Launch(kernel, rows.packs * num_blocks(rows.units, 4), params)
+
+    launch = prepared(("sparse_finish_dq", q.device, q.dtype, q.shape, rows, softmax_scale), make)
+    with launch.lock:
+        launch.params.sums, launch.params.dq = sums.data_ptr(), dq.data_ptr()
+        launch.fire(stream)
+    return dq
+
+
+def _finished(
+    sums: Tensor, scales: Tensor | None, k: Tensor, v: Tensor, softmax_scale: float, stream: int
+) -> tuple[Tensor, Tensor]:
+    """dk and dv from their sums ``[2, num_heads_kv, sum_rows, head_dim]``, with scales if these are fixed-point."""
+    dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+    num_keys, heads, dim = k.shape
+
+    def make() -> Launch:
+        params = SparseFinishParams(
+            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
+            sum_rows=sums.shape[2], num_rows=num_keys, heads=heads, scale=softmax_scale,
+        )  # fmt: skip
+        blocks = num_blocks(num_keys * heads * dim, _FINISHED_ELEMENTS)
+        return Launch(kernels.finish_kernel(k.device, k.dtype, dim, scales is not None), blocks, params)
+
+    launch = prepared(("sparse_finish", k.device, k.dtype, k.shape, softmax_scale, scales is None), make)
+    with launch.lock:
+        params = launch.params
+        params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
+        params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
+        params.fixed_scales = 0 if scales is None else scales.data_ptr()
+        launch.fire(stream)
+    return dk, dv

@@ -1,0 +1,279 @@
+"""Masks whose tables change in place in device memory, for launches captured in a CUDA graph.
+
+A captured launch keeps its parameters. So tables are in buffers with room for more tiles than the first mask has, and
+numbers that depend on the mask, such as the number of tiles, are also read from memory (`mask_numbers.cuh`). Loading
+another mask copies its tables, which are prepared as for any call, on the device. Kernels and tile shapes are those of
+the first mask: correct for every mask, and fast for similar ones.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_magi.backends.sm90 import plan as hopper_plan
+from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, StaticBands, Tiling
+from megatron_magi.backends.sm90.support import COUNTER_BYTES
+from megatron_magi.capture import is_capturing
+from megatron_magi.mask import bands as bd
+
+_NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner")
+"""Fields of MaskNumbers (`mask_numbers.cuh`), in its order."""
+_NUMBERS_WORDS = 8
+_MOST_NUMBERS = 256
+_SPARE_TILES = 64
+"""Extra tiles, in addition to the headroom, as small masks differ more."""
+
+
+class StaticMemory:
+    """Numbers of masks on a device, and work counters of the launches that read them.
+
+    Launches of one memory must not overlap: one graph, or graphs that are replayed on one stream.
+
+    Args:
+        device: of the launches.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = np.zeros((_MOST_NUMBERS, _NUMBERS_WORDS), dtype=np.int32)
+        self._numbers = torch.zeros(_MOST_NUMBERS, _NUMBERS_WORDS, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
+        self._num_used = 0
+
+    def take(self) -> int:
+        """Allocates a place for the numbers of a launch."""
+        if self._num_used == _MOST_NUMBERS:
+            raise RuntimeError(
+                f"one StaticMemory has numbers of {_MOST_NUMBERS} launches; use another for further masks"
+            )
+        self._num_used += 1
+        return self._num_used - 1
+
+    def fields(self, place: int, second: bool) -> dict[str, int]:
+        """Parameters of a launch that reads the numbers at a place."""
+        return {
+            "numbers": self._numbers.data_ptr() + 4 * _NUMBERS_WORDS * place,
+            "counter": self._counters.data_ptr() + COUNTER_BYTES * second,
+        }
+
+    def set(self, place: int, numbers: Sequence[int]) -> None:
+        """Sets numbers on the host; `send` brings them to the device."""
+        self._host[place, : len(_NUMBERS)] = numbers
+
+    def send(self) -> None:
+        """Queues the copy of all numbers on the current stream."""
+        used = torch.from_numpy(self._host[: self._num_used].copy())
+        if self._numbers.is_cuda:
+            used = used.pin_memory()
+        self._numbers[: self._num_used].copy_(used, non_blocking=True)
+
+
+Table = tuple[Tensor, Tensor]
+"""A table of a mask, and the buffer that it is copied to, which may be longer."""
+
+
+@dataclass(frozen=True, eq=False)
+class _StaticPlan(DevicePlan):
+    """Tables with room for those of other masks.
+
+    Attributes:
+        tiling: of the tiles.
+        mask: the mask to which they belong.
+        numbers: places of the numbers for all tiles, and for tiles that see something.
+        of_schedule: likewise of schedules, by their key.
+    """
+
+    is_static: ClassVar[bool] = True
+    tiling: Tiling | None = None
+    mask: weakref.ref[StaticMask] | None = None
+    numbers: tuple[int, int] = (0, 0)
+    of_schedule: dict[tuple, int] = field(default_factory=dict)
+
+    def hold_for_stream(self) -> None:
+        """Does nothing: tables are loaded on the stream that reads them, and live as long as this object."""
+
+    def fields(self, *, busy: bool = False, second: bool = False, schedule: DeviceSchedule | None = None):
+        place = self.numbers[busy]
+        if schedule is not None:
+            place = next(self.of_schedule[key] for key, known in self.schedules.items() if known is schedule)
+        return self._owner().memory.fields(place, second)
+
+    def make_schedule(self, key: hopper_plan.ScheduleKey) -> DeviceSchedule:
+        return self._owner().make_schedule(self, key)
+
+    def _owner(self) -> StaticMask:
+        mask = None if self.mask is None else self.mask()
+        assert mask is not None, "the bands are kept by their mask"
+        return mask
+
+
+class StaticMask:
+    """A mask whose tables are at fixed addresses.
+
+    Launches with `bands` read them. The first calls, before a graph is captured, determine kernels and tables.
+
+    Args:
+        samples: bands, int64 ``[n, 6]``, and number of keys of masks that must fit. Kernels are chosen for the first
+            with a visible pair.
+        num_rows: rows of every mask.
+        most_keys: most keys of a mask; gradients of keys that a mask does not have are undefined.
+        device: of the tables.
+        memory: for numbers.
+        headroom: capacity as a multiple of the longest tables of these masks, at least 1.
+
+    Attributes:
+        digest, facts: see `hopper_plan.ChangingMask`.
+        memory: as given.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[tuple[np.ndarray, int]],
+        num_rows: int,
+        most_keys: int,
+        device: torch.device,
+        memory: StaticMemory,
+        headroom: float,
+    ) -> None:
+        typical = next((bands for bands, _ in samples if len(bands)), samples[0][0])
+        self.digest, self.facts = os.urandom(16), hopper_plan.mask_facts(typical)
+        self.memory = memory
+        self._samples, self._now = samples, samples[0]
+        self._device, self._headroom = device, headroom
+        self._shape = num_rows, most_keys
+        self._plans: dict[Tiling, _StaticPlan] = {}
+
+    def as_bands(self) -> StaticBands:
+        """The bands that represent this mask in calls; they keep it alive."""
+        num_rows, num_keys = self._shape
+        everything = [[0, num_rows, 0, num_keys, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]]
+        bands = np.array(everything, dtype=np.int64).view(StaticBands)
+        bands.mask = self
+        bands.setflags(write=False)
+        return bands
+
+    def plan(self, tiling: Tiling) -> DevicePlan:
+        """The tables of a tiling; made on first use, which must not be during capture."""
+        if tiling not in self._plans:
+            refuse_capture(self._device)
+            source = self._source(tiling, *self._now)
+            places = self.memory.take(), self.memory.take()
+            room = _with_room(self._sources(tiling), tiling, self._headroom)
+            made = _StaticPlan(*room, tiling=tiling, mask=weakref.ref(self), numbers=places)
+            self._plans[tiling] = made
+            self._copy(self._tables(made, source))
+        return self._plans[tiling]
+
+    def make_schedule(self, plan: _StaticPlan, key: hopper_plan.ScheduleKey) -> DeviceSchedule:
+        """A schedule of a plan with room, for `_StaticPlan`."""
+        refuse_capture(self._device)
+        assert plan.tiling is not None
+        source = self._source(plan.tiling, *self._now)
+        length = max(len(hopper_plan.schedule_of(sample, *key).items) for sample in self._sources(plan.tiling))
+        most = math.ceil(length * self._headroom) + _SPARE_TILES * key[0]
+        made = DeviceSchedule(hopper_plan.schedule_of(source, *key).items.new_zeros(most, 4), key[3])
+        plan.schedules[key], plan.of_schedule[key] = made, self.memory.take()
+        self._copy(self._tables(plan, source))
+        return made
+
+    def why_not(self, bands: np.ndarray, num_keys: int) -> str | None:
+        """The reason why a mask does not fit; None if it fits."""
+        for plan, source in self._pairs(bands, num_keys):
+            parts = zip(("tiles", "passes", "bounds"), _lengths(source), _lengths(plan), strict=True)
+            items = (
+                ("items", hopper_plan.schedule_of(source, *key).items.shape[0], room.items.shape[0])
+                for key, room in plan.schedules.items()
+            )
+            for name, length, room in (*parts, *items):
+                if length > room:
+                    return f"its table of {name} is {length} long, there is room for {room}"
+        return None
+
+    def take(self, bands: np.ndarray, num_keys: int) -> list[Table]:
+        """Sets the numbers of a mask that fits; returns the tables to copy."""
+        self._now = bands, num_keys
+        tables = []
+        for plan, source in self._pairs(bands, num_keys):
+            source.hold_for_stream()
+            tables += self._tables(plan, source)
+        return tables
+
+    def _pairs(self, bands: np.ndarray, num_keys: int) -> list[tuple[_StaticPlan, DevicePlan]]:
+        return [(plan, self._source(tiling, bands, num_keys)) for tiling, plan in self._plans.items()]
+
+    def _sources(self, tiling: Tiling) -> list[DevicePlan]:
+        return [self._source(tiling, *sample) for sample in self._samples]
+
+    def _source(self, tiling: Tiling, bands: np.ndarray, num_keys: int) -> DevicePlan:
+        """The plan to copy to the tables of a tiling; its tiles of keys cover the keys of the mask."""
+        if tiling.is_backward:
+            tiling = tiling._replace(num_rows=max(num_keys, 1))
+        return hopper_plan.device_plan(bands, tiling, self._device)
+
+    def _tables(self, plan: _StaticPlan, source: DevicePlan) -> list[Table]:
+        """Sets the numbers of a plan and its schedules, and returns its tables."""
+        host = source.host
+        common = host.step, int(host.heads_inner)
+        self.memory.set(plan.numbers[0], (host.num_tiles, 0, 0, *common))
+        self.memory.set(plan.numbers[1], (int(np.count_nonzero(host.costs)), 0, 0, *common))
+        tables = list(zip(_parts(source), _parts(plan), strict=True))
+        for key, room in plan.schedules.items():
+            made = hopper_plan.schedule_of(source, *key)
+            self.memory.set(plan.of_schedule[key], (host.num_tiles, len(made.items), made.num_split, *common))
+            tables.append((made.items.view(-1), room.items.view(-1)))
+        return tables
+
+    def _copy(self, tables: Sequence[Table]) -> None:
+        copy(tables)
+        self.memory.send()
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raises RuntimeError while a graph is captured."""
+    if is_capturing(device):
+        raise RuntimeError("tables of a mask are set before a graph is captured: run the same calls once before")
+
+
+def copy(tables: Sequence[Table]) -> None:
+    """Copies the tables on the current stream, in one or two launches for each dtype."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in tables:
+        if length := source.shape[0]:
+            targets, sources = by_dtype.setdefault(source.dtype, ([], []))
+            targets.append(target[:length])
+            sources.append(source)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)
+
+
+def _parts(plan: DevicePlan) -> tuple[Tensor, Tensor, Tensor]:
+    """Tiles, passes and bounds of a plan, int32 each."""
+    return plan.memory.split(_lengths(plan))
+
+
+def _lengths(plan: DevicePlan) -> tuple[int, int, int]:
+    """Lengths of the parts that `_parts` returns."""
+    _, passes, bounds = (offset // 4 for offset in plan.host.offsets)
+    return passes, bounds - passes, plan.memory.shape[0] - bounds
+
+
+def _with_room(sources: Sequence[DevicePlan], tiling: Tiling, headroom: float) -> tuple[HostPlan, Tensor]:
+    """Allocates tables with headroom over these, and makes a plan on the host."""
+    host = sources[0].host
+    most_tiles = math.ceil(max(source.host.num_tiles for source in sources) * headroom) + _SPARE_TILES
+    passes = max(_lengths(source)[1] // 8 for source in sources)
+    most_passes = math.ceil(passes * headroom) + 2 * _SPARE_TILES
+    rows = tiling.shape[0] if tiling.is_backward else tiling.shape[0] // tiling.packed
+    sizes = 4 * most_tiles, 8 * most_passes, 2 * rows * most_passes + 4
+    costs = np.ones(most_tiles, dtype=np.int64)
+    costs[: host.num_tiles] = host.costs
+    offsets = (0, 4 * sizes[0], 4 * (sizes[0] + sizes[1]))
+    return replace(host, costs=costs, offsets=offsets), sources[0].memory.new_zeros(sum(sizes))

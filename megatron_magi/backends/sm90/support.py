@@ -1,0 +1,143 @@
+"""Helpers of the forward and backward passes on Hopper GPUs: support checks, streams, counters, tensor maps."""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_magi.backends.sm90 import tuning
+from megatron_magi.backends.sm90.choices import Problem, heads_together, make_problem
+from megatron_magi.backends.sm90.kernels import BACKWARD_DIMS, DIM_UNIT, kernel_dims
+from megatron_magi.backends.sm90.plan import DevicePlan
+from megatron_magi.capture import is_capturing
+from megatron_magi.cuda.driver import fits_tensor_map
+from megatron_magi.mask import bands as bd
+from megatron_magi.operands.options import AttnOptions
+
+LOG2_E = 1.4426950408889634
+COUNTER_BYTES = 128
+"""A cache line, of which three words are used."""
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def loadable(t: Tensor) -> Tensor:
+    """The tensor if TMA can load it, else a contiguous copy."""
+    return t if fits_tensor_map(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype; no host work if it already has it."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
+def kernels_exist(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bool:
+    """Whether there are kernels for such tensors."""
+    return kernel_dims(dims) is not None and dtype in _DTYPES and _is_hopper(device)
+
+
+def check_support(q: Tensor, dims: tuple[int, int]) -> None:
+    """Raises ValueError, naming what would work, unless kernels for these tensors exist."""
+    if not kernels_exist(q.device, q.dtype, dims):
+        raise ValueError(why_not(q.device, q.dtype, dims))
+
+
+def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], instead: str = "'torch'") -> str:
+    """The reason why there are no kernels for such tensors, and ``instead``, the implementation that would work."""
+    if not _is_hopper(device):
+        there = device.type == "cuda" and torch.cuda.is_available()  # a fake tensor may be on a device that is not
+        where = torch.cuda.get_device_name(device) if there else device.type
+        return f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use {instead}"
+    if dtype not in _DTYPES:
+        return f"q: impl 'ffa' takes bf16 and fp16, got {dtype}; use {instead}"
+    most = max(map(max, BACKWARD_DIMS))
+    return (
+        f"q, v: impl 'ffa' takes head dims that are multiples of {DIM_UNIT} up to {most}, got {dims[0]} (q, k) and "
+        f"{dims[1]} (v); use {instead}"
+    )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    is_there = device.type == "cuda" and torch.cuda.is_available()
+    return is_there and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def grid_size(device: torch.device, num_items: int, sm_margin: int) -> int:
+    """Grid of a persistent kernel."""
+    return max(1, min(num_items, sm_count(device) - sm_margin))
+
+
+def may_overlap(options: AttnOptions) -> bool:
+    """Whether a kernel is launched as a programmatic dependent: not with an SM margin, whose SMs its blocks would
+    occupy while they wait.
+    """
+    return not options.sm_margin
+
+
+def current_stream(device: torch.device) -> int:
+    """Raw handle of torch's current stream; faster than `torch.cuda.current_stream`."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+@cache
+def stream_lock(device: torch.device, stream: int) -> threading.Lock:
+    """Held while kernels are launched of which one depends on being right after the other on the stream."""
+    return threading.Lock()
+
+
+def launch_counter(device: torch.device, stream: int) -> Tensor:
+    """The `work_counter` of a stream. While capturing, a new one, which the graph sets to zero: graphs may be replayed
+    in any order and concurrently.
+    """
+    if is_capturing(device):
+        return torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
+    return work_counter(device, stream)
+
+
+@cache
+def work_counter(device: torch.device, stream: int) -> Tensor:
+    """Two counters of a stream, `COUNTER_BYTES` each, for persistent scheduling. Kernels of one stream run one after
+    the other, and each resets its counter to zero. The kernel for dq, which overlaps another one, uses the second.
+    """
+    return torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor) -> Problem:
+    """Shape of a pass over these tensors."""
+    return make_problem(q.shape[0], k.shape[0], q.shape[1], k.shape[1], (q.shape[2], v.shape[2]))
+
+
+def seen_rows(bands: np.ndarray) -> tuple[int, int]:
+    """Number of queries up to the last that sees a key, and of keys up to the last that is seen; at least one each."""
+    return int(bands[:, bd.Q1].max(initial=1)), int(bands[:, bd.K1].max(initial=1))
+
+
+def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Parameters by which a kernel over query tiles orders its work.
+
+    Packed heads count as one. A section of heads is whole groups whose keys and values fit in the L2 cache; tiles with
+    more blocks than fit start together on all SMs (keep_together).
+    """
+    num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
+    together = heads_together(k.shape[0], num_kv, row_bytes)
+    packs = num_heads // plan.packed
+    group = packs // num_kv
+    return {
+        "num_heads": packs, "group": group, "head_section": together * group,
+        "log2_packed": plan.log2_packed, "long_blocks": -(-tuning.L2_BYTES // (block_n * row_bytes)),
+    }  # fmt: skip
+
+
+def query_box(t: Tensor, count: int, plan: DevicePlan) -> tuple[Tensor, int, int]:
+    """The box of a tensor map of queries, ``count`` rows of packed heads: the tensor, rows and heads of a box."""
+    return t, count // plan.packed, plan.packed

@@ -1,0 +1,1 @@
+"""What an attention pass takes and returns, and its checks; merging of partial results."""

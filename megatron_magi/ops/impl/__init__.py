@@ -1,1 +1,0 @@
-"""Implementations of slice attention. Each module has `forward` and `backward`; none imports another."""
