@@ -22,6 +22,7 @@ from provenance import write_csv
 
 from megatron_magi.attention import distributed, distributed_attention
 from megatron_magi.attention.one_launch import joined_bands
+from megatron_magi.backends.registry import backend_that
 from megatron_magi.backends.sm90.tiles import GAP
 from megatron_magi.config import CommConfig, CostModel, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
@@ -92,7 +93,7 @@ def alone(rank_plan: RankPlan, tensors: list[torch.Tensor]) -> list[float]:
     more = GAP + sum(t.num_recv for t in rank_plan.transfers)
     # Not zeros: a GPU that multiplies them needs less power, and is faster.
     k, v = (torch.cat([t.detach(), t.new_empty(more, *t.shape[1:]).normal_()]).requires_grad_() for t in (k, v))
-    bands = joined_bands(rank_plan)
+    bands = joined_bands(rank_plan, backend_that("programs", "ffa").programs)
     forward = time_us(lambda: slice_attention(q, k, v, bands, impl="ffa"))
     out = slice_attention(q, k, v, bands, impl="ffa")[0]
     return [forward, time_us(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))]

@@ -31,13 +31,14 @@ from attention_charts import read_results
 from bench_dispatch import zigzag
 from provenance import write_csv
 
+from megatron_magi.backends.sm90.cost import H100
 from megatron_magi.config import CostModel, DispatchConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import Dispatch, native
 from megatron_magi.plan.counts import Counts, count
 from megatron_magi.plan.plan import make_dispatch
 from megatron_magi.plan.predict import Prediction, predict
-from megatron_magi.rates import H100, Rates
+from megatron_magi.rates import Rates
 
 RESULTS = Path(__file__).parent / "results"
 HEADER = ["mask", "tokens_a_gpu", "gpus", "balance", "near_mib", "far_mib", "far_once_mib", "step_ms", "forward_ms",

@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_magi import slice_attention
 from megatron_magi.backends.sm90.sparse_lists import lists_of, lists_of_mask, lists_of_queries
 from megatron_magi.mask import builders
+from megatron_magi.operands.sparse_pattern import SparsePattern
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
-from megatron_magi.ops.sparse_pattern import SparsePattern
 
 DENSITIES = (0.05, 0.1, 0.25, 0.5)
 TOKENS, LIST_TOKENS = (8192, 32768, 131072), (32768, 65536, 131072, 262144, 524288)

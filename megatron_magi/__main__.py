@@ -86,14 +86,14 @@ def build_kernels(folder: Path | None, jobs: int | None) -> str:
         RuntimeError: the compiler reports an error.
         ValueError: a variable of the environment is malformed, or there is no folder for the cache.
     """
-    from megatron_magi.backends.sm90 import kernels as hopper_kernels
-    from megatron_magi.cuda import build as hopper_build
+    from megatron_magi.backends.registry import common_kernels
+    from megatron_magi.cuda import build as cuda_build
+    from megatron_magi.cuda.target import DEFAULT_TARGET
 
-    folder = hopper_build.default_cache_dir() if folder is None else folder
-    wanted = [(hopper_kernels.source_of(name), macros) for name, macros in hopper_kernels.common_kernels()]
+    folder = cuda_build.default_cache_dir() if folder is None else folder
     jobs = envs.load_build().prebuild_jobs if jobs is None else jobs
-    files = hopper_build.compile_into(folder, wanted, jobs)
-    return f"{len(files)} kernels for {hopper_build.ARCHITECTURE} are in {folder}"
+    files = cuda_build.compile_into(folder, common_kernels(), jobs)
+    return f"{len(files)} kernels for {DEFAULT_TARGET} are in {folder}"
 
 
 def _env(args: argparse.Namespace) -> int:

@@ -1,12 +1,14 @@
-"""What a step of attention takes on a GPU: the few rates that dispatches are compared with.
+"""What a step of attention takes on a GPU: the few rates that dispatches are compared with, and the kernels' tiles.
 
-`python -m megatron_magi calibrate` measures them; without that those of the kind of GPU hold (`RATES`).
+`python -m megatron_magi calibrate` measures the rates; without that those of the kind of GPU hold
+(`megatron_magi.backends.costs`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -107,37 +109,39 @@ class Rates:
         return cls(**found)
 
 
-H100 = Rates(
-    device="H100",
-    forward_tflops=763.0,
-    backward_tflops=621.0,
-    tile_columns=94.6,
-    tile_rows=2.09,
-    forward_us=34.0,
-    backward_us=16.1,
-    memory_gbytes_per_s=2900.0,
-    collective_us=37.1,
-    gbytes_per_s=250.0,
-    far_collective_us=146.0,
-    far_gbytes_per_s=50.0,
-    ranks_per_node=8,
-    hidden=0.455,
-    host_forward_us=115.0,
-    host_backward_us=180.0,
-    host_stage_forward_us=215.0,
-    host_stage_backward_us=610.0,
-    host_one_way_us=115.0,
-)
-"""Memory: measured by `calibrate` on 2 H100s. Bytes inside a node: by benchmarks/bench_group_collective.py on 8. The
-host: by benchmarks/bench_steps.py on two. Between nodes: by assumption, a link of
-400 Gbit/s a GPU. The others: fitted to the steps in predict_2gpu.csv and distributed_ways_{2,4,8}gpu.csv, of H100s."""
+@dataclass(frozen=True)
+class KernelCosts:
+    """What the predicted time of a step must know of the kernels of a backend, apart from `Rates`.
 
-RATES = {"H100": H100, "H200": replace(H100, device="H200")}
-"""Rates by kind of GPU, a part of its name. Those of an H200 are an H100's: with these the steps of 4 H200s in
-benchmarks/results/distributed_4gpu.csv are predicted. Other GPUs, and CPUs that plan for a GPU they do not see, take
-H100's too."""
+    Attributes:
+        num_sms: streaming multiprocessors of the GPU.
+        tail: their mean idle time at the end of a kernel, as a fraction of a work item.
+        forward_tile: queries of a tile and keys of a block of the forward.
+        tall_forward_tile: the same where heads are packed, or where a query sees many keys (``tall_tile_keys``).
+        tall_tile_keys: least keys that a query sees on average for tall tiles, by head dims (of q and k, of v): with
+            packed heads, without.
+        key_tile, query_block: keys of a tile and queries of a block of the backward.
+        dq_tile, dq_block: queries of a tile and keys of a block of a separate kernel for dq.
+        most_packed_heads: query heads that share a tile at most.
+        short_rows: heads are packed where documents have fewer rows than this on average.
+        separate_dq_packed: where heads are packed: from so many bytes of fp32 dq on, a separate kernel for dq is faster
+            if a query sees fewer keys than this.
+        separate_dq: likewise where heads are not packed, with head dim 128.
+        most_forward_bytes: keys and values that a rank fetches up to which the forward of more than two ranks is one
+            launch.
+    """
 
-
-def rates_of(device_name: str) -> Rates:
-    """The rates of a kind of GPU, by its name as CUDA has it; those of an H100 where the kind is not known."""
-    return next((rates for kind, rates in RATES.items() if kind in device_name), H100)
+    num_sms: int
+    tail: float
+    forward_tile: tuple[int, int]
+    tall_forward_tile: tuple[int, int]
+    tall_tile_keys: Mapping[tuple[int, int], tuple[int, int]]
+    key_tile: int
+    query_block: int
+    dq_tile: int
+    dq_block: int
+    most_packed_heads: int
+    short_rows: int
+    separate_dq_packed: tuple[tuple[int, int], ...]
+    separate_dq: tuple[tuple[int, int], ...]
+    most_forward_bytes: int

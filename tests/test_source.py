@@ -7,7 +7,7 @@ import megatron_magi
 
 ROOT = Path(megatron_magi.__file__).parents[1]
 FOLDERS = ("megatron_magi", "tests", "benchmarks", "pretrain_scripts", "examples")
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 MAKES_TENSORS = {"tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "eye", "linspace"}
 

@@ -139,7 +139,7 @@ class Block:
 
     def _kernels(self, q: Tensor, v: Tensor, is_backward: bool) -> tuple:
         module = resolve_impl(self._impl, q, v)
-        hints = {"memo": self._memos[is_backward]} if module.TAKES_MEMO else {}
+        hints = {"memo": self._memos[is_backward]} if module.caches_passes else {}
         return make_options(q, None, 0.0, False, 0), module, hints
 
     def forward(
@@ -170,8 +170,8 @@ def start_dq(
     if len(blocks) == 1:
         return None, {}
     module, options = resolve_impl(impl, q, v), make_options(q, None, 0.0, False, 0)
-    if module.TAKES_MEMO and module.sums_meet(*qkv, [b.bands for b in blocks], num_keys, options):
-        return torch.empty_like(q, memory_format=torch.contiguous_format), {"shared": module.SharedSums(len(blocks))}
+    if module.caches_passes and module.sums_meet(*qkv, [b.bands for b in blocks], num_keys, options):
+        return torch.empty_like(q, memory_format=torch.contiguous_format), {"shared": module.shared_sums(len(blocks))}
     return torch.zeros_like(q, dtype=accumulate_dtype(q.dtype), memory_format=torch.contiguous_format), {}
 
 

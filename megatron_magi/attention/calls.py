@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_magi.backends.sm90.plan import is_static
+from megatron_magi.backends.base import Backend, is_changing
 from megatron_magi.operands.finite import Describe, is_visible, kind_of_row
 from megatron_magi.operands.options import check_qkv, check_sink, check_tensor
-from megatron_magi.ops.slice_passes import IMPLS
 from megatron_magi.plan import RankPlan
 
 
@@ -109,12 +107,12 @@ def check_inputs(
         )
 
 
-def check_static(plan: RankPlan, module: ModuleType, sanity_check: bool) -> None:
+def check_static(plan: RankPlan, backend: Backend, sanity_check: bool) -> None:
     """Raises ValueError if a static plan cannot be used: with another implementation, or with checks on the host."""
-    is_read = module.TAKES_MEMO
-    if is_static(plan.bands[0]) and (sanity_check or not is_read):
-        impl = next((name for name, known in IMPLS.items() if known is module), module.__name__)
-        what = "without sanity_check" if is_read else f"with impl 'ffa' on Hopper GPUs, not {impl!r}"
+    bands = plan.bands[0]
+    if is_changing(bands) and (sanity_check or backend.name != bands.mask.backend):
+        of_other = backend.name != bands.mask.backend
+        what = f"with impl {bands.mask.backend!r} alone, not {backend.name!r}" if of_other else "without sanity_check"
         raise ValueError(f"rank_plan: a static key, or plans of StaticPlans, work {what}")
 
 

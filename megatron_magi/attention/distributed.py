@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, check_static, describe_row
 from megatron_magi.attention.kinds import Call, Kind, living
-from megatron_magi.attention.one_launch import is_alone, one_launch_of, pays
+from megatron_magi.attention.one_launch import is_alone, pays, program_of
 from megatron_magi.attention.runtime import cleared, joined_cast, plan_casts
-from megatron_magi.backends.sm90.one_launch import backward_pays, new_makers
 from megatron_magi.checks import flag, renamed
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, make_room
@@ -165,27 +164,30 @@ def _make_kind(
         sink_layout=sink_layout, softmax_scale=options.softmax_scale, softcap=options.softcap,
         max_logits=return_max_logits, sanity_check=config.attend.sanity_check,
     )  # fmt: skip
+    backend = resolve_impl(config.attend.impl, q, v)
+    makers = tuple(LruCache(0) if backend.programs is None else backend.programs.new_makers() for _ in range(2))
     return Kind(
         (Layout.of(q), Layout.of(k), Layout.of(v)), _no_group if group is None else ref(group), config,
-        resolve_impl(config.attend.impl, q, v), options.softmax_scale, options.softcap,
+        backend, options.softmax_scale, options.softcap,
         options.deterministic, sink_layout, return_max_logits, record,
-        LruCache(0, _MOST_MADE), (new_makers(), new_makers()), [],
+        LruCache(0, _MOST_MADE), makers, [],
     )  # fmt: skip
 
 
 def _make_call(kind: Kind, plan: RankPlan) -> Call:
-    (q, _, v), config, module = kind.layouts, kind.config, kind.module
+    (q, _, v), config, backend = kind.layouts, kind.config, kind.backend
     attend = config.attend
     # If nothing is fetched, no collective runs concurrently with attention.
     margins = (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
     options = [make_options(q, kind.softmax_scale, kind.softcap, kind.deterministic, margin) for margin in margins]
-    remembers, casts = module.TAKES_MEMO, plan_casts(plan, q.device)
-    check_static(plan, module, attend.sanity_check)
+    remembers, casts = backend.caches_passes, plan_casts(plan, q.device)
+    check_static(plan, backend, attend.sanity_check)
     dims = q.shape[2], v.shape[2]
-    one_launch = None
-    if remembers and (is_alone(plan, dims) or pays(plan, dims, config.comm.impl)):
+    program, programs = None, backend.programs
+    if is_alone(plan, dims, programs) or pays(plan, dims, programs, config.comm.impl):
+        assert programs is not None
         group, makers = partial(living, kind.group_ref), kind.makers[bool(casts)]
-        one_launch = one_launch_of(plan, config.comm.impl, q.device, group, makers)
+        program = program_of(plan, programs, config.comm.impl, q.device, group, makers)
     return Call(
         kind=kind,
         schedule=plan.schedule,
@@ -195,7 +197,7 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
         cp_size=plan.cp_size,
         group_ref=kind.group_ref,
         config=config,
-        module=module,
+        backend=backend,
         forward_options=options[0],
         backward_options=options[1],
         sink_layout=kind.sink_layout,
@@ -207,7 +209,7 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
             ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
             for _ in plan.bands
         ),
-        one_launch=one_launch,
+        program=program,
         stage_tables=plan.runtime.keep_stage_tables,
         delta_memo={} if remembers else None,
         tail=plan.runtime.tail,
@@ -244,7 +246,7 @@ def _make_room(k: torch.Tensor, v: torch.Tensor, call: Call, plan: RankPlan) -> 
     )
     # During capture, the backward may be captured later, when memory can no longer grow.
     back = of_gradients if call.record.gradient or call.tail is not None else None
-    joined = joined_cast(plan, k.device) if call.one_launch is not None and plan.degree else None
+    joined = joined_cast(plan, k.device) if call.program is not None and plan.degree else None
     casts = call.casts if joined is None else tuple(dict.fromkeys((*call.casts, joined)))
     rows = [cast.most for cast in casts if isinstance(cast, GroupCastArgs) and not cast.is_static]
     most = [max(counts) for counts in zip(*rows, strict=True)] if len(rows) == len(casts) and None not in rows else []
@@ -309,7 +311,7 @@ class _DistributedAttention(torch.autograd.Function):
             elif call.delta_memo is None:
                 delta = row_delta(dout, out, call.config.attend.impl)
             else:
-                delta = call.module.row_delta(dout, out, call.delta_memo)
+                delta = call.backend.row_delta(dout, out, call.delta_memo)
             dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call) if wants_sink else None
             if grads is None:
                 call.know_stages()
@@ -320,8 +322,8 @@ class _DistributedAttention(torch.autograd.Function):
 
 def _attend(q, k, v, sink, call: Call) -> tuple[tuple, Sequence[torch.Tensor]]:
     """Output, lse and largest logits, and the fetched keys and values that the backward uses."""
-    if call.one_launch is not None:
-        found = call.one_launch.forward(q, k, v, sink, call.forward_options, call.return_max_logits)
+    if call.program is not None:
+        found = call.program.forward(q, k, v, sink, call.forward_options, call.return_max_logits)
         if found is not None:
             return found, ()
     walk = _Forward(q, k, v, sink, call)
@@ -357,7 +359,7 @@ class _Forward:
             self.saved_keys = [k, v]
         call = self._call
         self._out, self._lse, max_logits = forward_pass(
-            (self._q, k, v), self._call.bands[stage], call.forward_options, call.module,
+            (self._q, k, v), self._call.bands[stage], call.forward_options, call.backend,
             self._sink if stage == 0 else None,  # in one stage only: it is one term of the denominator
             call.return_max_logits,
             accumulate_dtype(self._q.dtype) if call.accumulates else self._q.dtype,
@@ -371,10 +373,10 @@ class _Forward:
 
 def _backward_at_once(dout, qkv, out, lse, call: Call, wants_delta: bool) -> tuple | None:
     """Gradients and delta in one launch over all stages; None if stages must be run."""
-    if call.one_launch is None or not backward_pays((qkv[0].shape[2], qkv[2].shape[2])):
+    if call.program is None:
         return None
     dtype = _partial_dtype(qkv[1], call) if call.casts else qkv[1].dtype
-    return call.one_launch.backward(dout, qkv, out, lse, call.backward_options, dtype, wants_delta)
+    return call.program.backward(dout, qkv, out, lse, call.backward_options, dtype, wants_delta)
 
 
 class _Backward:
@@ -396,7 +398,7 @@ class _Backward:
         self._is_local_done = False  # once True, only reductions add to dk and dv
         self._shared: dict[str, Any] = {}
         if call.sums_meet:
-            self._shared["shared"] = call.module.SharedSums(len(call.bands))
+            self._shared["shared"] = call.backend.shared_sums(len(call.bands))
             self._dq = torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -431,7 +433,7 @@ class _Backward:
             self._dq = _zeros(self._q, self._wide)
         self._dq, dk, dv = backward_pass(
             BackwardInputs(self._q, k, v, self._dout, self._lse, self._delta), call.bands[stage],
-            call.backward_options, call.module, (self._dq, *into), grad_dtype, **call.hints[stage][1], **self._shared,
+            call.backward_options, call.backend, (self._dq, *into), grad_dtype, **call.hints[stage][1], **self._shared,
         )  # fmt: skip
         if stage:
             self._partial[stage] = (dk, dv)

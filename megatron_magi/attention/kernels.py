@@ -5,22 +5,18 @@ from __future__ import annotations
 import torch
 
 from megatron_magi.attention.prepared import AttnShape
-from megatron_magi.backends.sm90.needed import needed_kernels as attention_kernels
-from megatron_magi.backends.sm90.one_launch import backward_pays
+from megatron_magi.backends.base import Kernels
 from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.announced import may_announce
 from megatron_magi.comm.impl import cuda_rows
 from megatron_magi.config import MagiConfig
 from megatron_magi.operands.merge import accumulate_dtype
 
-Kernels = list[tuple[str, tuple[str, ...]]]
-"""Source, relative to the source folder, and macros of each."""
-
 
 def needed_kernels(
     shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls: bool = False, captured: bool = False
 ) -> Kernels:
-    """Kernels that attention of a shape can use under any mask; none if the Hopper kernels are not used.
+    """Kernels that attention of a shape can use under any mask; none of a backend without tables.
 
     Args:
         shape: heads and dtype.
@@ -29,19 +25,21 @@ def needed_kernels(
         rolls: also for `roll` of int64 and fp32 values, one for each row, as in multi-token prediction.
         captured: also kernels of static plans.
     """
-    if shape.num_sms is None:
+    backend = shape.table_backend
+    if backend is None:
         return []
     deterministic = config.attend.deterministic or torch.are_deterministic_algorithms_enabled()
     group = shape.num_heads_q // shape.num_heads_kv
     dims = shape.head_dim, shape.head_dim_v
-    found = attention_kernels(shape.dtype, dims, group, deterministic=deterministic)
+    found = backend.kernels(shape.dtype, dims, group, deterministic=deterministic)
     if captured:
-        found += attention_kernels(shape.dtype, dims, group, deterministic=deterministic, captured=True)
+        found += backend.kernels(shape.dtype, dims, group, deterministic=deterministic, captured=True)
     if cp_size == 1:
         return found
-    one_launch = config.overlap.one_launch and may_announce(cp_size, config.comm.impl)
+    programs = backend.programs
+    one_launch = config.overlap.one_launch and programs is not None and may_announce(cp_size, config.comm.impl)
     if one_launch:
-        found += attention_kernels(shape.dtype, dims, group, deterministic=deterministic, gated=True)
+        found += backend.kernels(shape.dtype, dims, group, deterministic=deterministic, fused=True)
     # Rows of heads are multiples of 16 bytes.
     units = (16, 8, 4) if rolls else (16,)
     found += [cuda_rows.gather_source(unit) for unit in units]
@@ -52,6 +50,6 @@ def needed_kernels(
         found.append(cuda_rows.sum_source(partial, partial, 16 // partial.itemsize))
     if config.comm.impl in ("auto", "native"):
         found += peer_kernels.needed_kernels(partial, wide)
-    if one_launch and backward_pays(dims):
+    if one_launch and programs is not None and programs.fuses_backward(dims):
         found += [kernel for kernel in peer_kernels.needed_kernels(partial, partial) if kernel not in found]
     return found

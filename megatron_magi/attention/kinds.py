@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -14,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention.calls import AttentionCall
-from megatron_magi.backends.sm90.one_launch import Maker, OneLaunch
-from megatron_magi.backends.sm90.support import current_stream
+from megatron_magi.backends.base import Backend, Program
 from megatron_magi.comm.group_collective import Args
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
+from megatron_magi.cuda.streams import current_stream
 from megatron_magi.lru import LruCache
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.plan import Schedule
@@ -43,14 +42,14 @@ class Kind(NamedTuple):
         layouts: of q, k and v.
         made: functions that make the kernels for another mask, by form (`Call.form`), stage, pass and layout; added by
             calls.
-        makers: likewise for passes in one launch (`OneLaunch.makers`), without and with fetched keys.
+        makers: likewise for passes in one launch (`Program.makers`), without and with fetched keys.
         room: rows for which collectives have memory, as `CastFacts.most`; empty if not known.
     """
 
     layouts: tuple[Layout, Layout, Layout]
     group_ref: Callable[[], dist.ProcessGroup | None]
     config: MagiConfig
-    module: ModuleType
+    backend: Backend
     softmax_scale: float
     softcap: float
     deterministic: bool
@@ -58,7 +57,7 @@ class Kind(NamedTuple):
     return_max_logits: bool
     record: AttentionCall
     made: LruCache[tuple, Callable]
-    makers: tuple[LruCache[tuple, Maker], LruCache[tuple, Maker]]
+    makers: tuple[LruCache[tuple, Any], LruCache[tuple, Any]]
     room: list[int]
 
 
@@ -71,7 +70,7 @@ class Call:
 
     Attributes:
         kind: state shared with calls of other masks.
-        group_ref, config, module, sink_layout, return_max_logits, record: those of ``kind``, for fast access.
+        group_ref, config, backend, sink_layout, return_max_logits, record: those of ``kind``, for fast access.
         module: the implementation.
         record, backward_record: compared with other ranks.
         hints: caches of the implementation, for the forward and backward of each stage.
@@ -79,7 +78,7 @@ class Call:
         tail: rows after the fetched ones, to be zeroed; None if the number of fetched rows is known on the host.
         stage_tables: see `know_stages`; None if there is nothing to do.
         comm_impl: of the collectives; one that reads numbers of rows on the device if the host does not know them.
-        one_launch: passes over all stages at once, if the implementation has them and they are faster.
+        program: passes over all stages at once, if the implementation has them and they are faster.
     """
 
     kind: Kind
@@ -90,7 +89,7 @@ class Call:
     cp_size: int
     group_ref: Callable[[], dist.ProcessGroup | None]
     config: MagiConfig
-    module: ModuleType
+    backend: Backend
     forward_options: AttnOptions
     backward_options: AttnOptions
     sink_layout: str
@@ -98,7 +97,7 @@ class Call:
     record: AttentionCall
     backward_record: AttentionCall
     hints: tuple[tuple[dict[str, WeakValueDictionary], dict[str, WeakValueDictionary]], ...]
-    one_launch: OneLaunch | None
+    program: Program | None
     stage_tables: Callable[[], None] | None
     delta_memo: dict | None
     tail: torch.Tensor | None
@@ -122,9 +121,7 @@ class Call:
     def sums_meet(self) -> bool:
         """Whether the backward passes of the stages share the sums of dq, which the last one converts to dq."""
         (q, k, v), of_keys = self.kind.layouts, [cast.num_recv for cast in self.casts]
-        if not self.module.TAKES_MEMO:
-            return False
-        return self.module.sums_meet(q, k, v, self.bands, [q.shape[0], *of_keys], self.backward_options)
+        return self.backend.sums_meet(q, k, v, self.bands, [q.shape[0], *of_keys], self.backward_options)
 
     @property
     def form(self) -> tuple[bool, bool]:
@@ -164,7 +161,7 @@ class Call:
                 if (of, passes, layout[0]) == (stage, which, stream) and form == self.form and count:
                     self.know_stages()
                     memo[layout] = make(bands, count)
-        if self.one_launch is not None:
-            for layout, maker in self.one_launch.makers.items():
+        if self.program is not None:
+            for layout, maker in self.program.makers.items():
                 if layout[0] == stream:
-                    self.one_launch.make(layout, maker)
+                    self.program.make(layout, maker)

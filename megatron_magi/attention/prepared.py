@@ -18,25 +18,13 @@ import torch
 from torch import Tensor
 
 from megatron_magi.attention.distributed import make_calls_ready
-from megatron_magi.attention.one_launch import is_alone, joined_bands, pays
+from megatron_magi.attention.one_launch import is_alone, joined_bands, keep_joined_bands, pays
 from megatron_magi.attention.runtime import cast_tables, joined_transfer, uploaded_args
-from megatron_magi.backends.sm90 import attention as hopper
-from megatron_magi.backends.sm90.choices import MaskFacts, Problem, make_problem
-from megatron_magi.backends.sm90.gated import MaskNumbers, PassShape
-from megatron_magi.backends.sm90.one_launch import backward_pays
-from megatron_magi.backends.sm90.plan import Ready, mask_facts
-from megatron_magi.backends.sm90.prepare import (
-    BackwardUse,
-    MaskTables,
-    PassShapes,
-    facts_meet,
-    make_gated_tables,
-    make_tables,
-)
+from megatron_magi.backends.base import Backend, MaskTables, Ready, StageMasks, TableUse
 from megatron_magi.checks import instance
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
-from megatron_magi.operands.merge import accumulate_dtype
+from megatron_magi.ops.slice_passes import backend_that, table_backend
 from megatron_magi.parcel import Sendable
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.plan.types import Runtime
@@ -51,8 +39,9 @@ class AttnShape(NamedTuple):
         head_dim: of queries and keys.
         head_dim_v: of values.
         dtype: of q, k and v.
-        num_sms: streaming multiprocessors of the GPU, if the Hopper kernels are used (`kernels_for`); None for another
-            implementation, for which there is nothing to prepare.
+        num_sms: streaming multiprocessors of the GPU, if the backend makes tables of masks on the host (`kernels_for`);
+            None for others, for which there is nothing to prepare.
+        backend: the name of that backend; the first of those that make tables if only ``num_sms`` is given.
     """
 
     num_heads_q: int
@@ -61,12 +50,20 @@ class AttnShape(NamedTuple):
     head_dim_v: int
     dtype: torch.dtype
     num_sms: int | None = None
+    backend: str | None = None
 
     def kernels_for(self, device: torch.device | str, impl: str = "auto") -> AttnShape:
-        """The shape with `num_sms` of a device, or with None if ``impl`` does not select the Hopper kernels there."""
+        """The shape with `num_sms` of a device and the backend that ``impl`` selects there, or without both."""
         device = torch.device(device)
-        takes = impl in ("auto", "ffa") and hopper.takes(device, self.dtype, (self.head_dim, self.head_dim_v))
-        return self._replace(num_sms=hopper.sm_count(device) if takes else None)
+        backend = table_backend(impl, device, self.dtype, (self.head_dim, self.head_dim_v))
+        if backend is None or backend.tables is None:
+            return self._replace(num_sms=None, backend=None)
+        return self._replace(num_sms=backend.tables.sm_count(device), backend=backend.name)
+
+    @property
+    def table_backend(self) -> Backend | None:
+        """The backend for which tables are made; None if there is nothing to prepare."""
+        return None if self.num_sms is None else backend_that("tables", self.backend)
 
 
 class _Closed(Sendable[tuple[MaskTables, ...]]):
@@ -87,7 +84,7 @@ class _PreparedPlan:
         stages: tables for the bands of each stage, if one launch is prepared; seldom needed.
         joined: the bands of all stages at once, if one launch is prepared.
         num_arrays, num_tile_plans: total number of arrays, and of tile plans.
-        numbers: the mask's numbers for a forward and a backward in one launch, if these are prepared.
+        numbers: `StageTables.numbers` of the backend.
     """
 
     plan: RankPlan
@@ -97,7 +94,7 @@ class _PreparedPlan:
     joined: np.ndarray | None = None
     num_arrays: int = 0
     num_tile_plans: int = 0
-    numbers: tuple[MaskNumbers | None, MaskNumbers | None] = (None, None)
+    numbers: Any = None
 
     def keep(self, tensors: Sequence[Tensor], device: torch.device, ready: Ready | None, plan_bytes: int) -> None:
         """Makes the plan ready to run on ``device``, where its arrays, ``tensors``, are."""
@@ -110,7 +107,7 @@ class _PreparedPlan:
         if len(casts) > self.plan.degree:
             runtime.joined_casts[device] = casts[-1]
         runtime.mask_numbers = self.numbers
-        joined = () if self.joined is None else (joined_bands(self.plan, self.joined),)
+        joined = () if self.joined is None else (keep_joined_bands(self.plan, self.joined),)
         kept, bands = runtime.tables, self.plan.bands
 
         def keep_tables(masks: Sequence[np.ndarray], tables: Sequence[MaskTables], tensors: Sequence[Tensor]) -> None:
@@ -217,7 +214,7 @@ def prepare_batch(
     arrays: Mapping[str, np.ndarray] | None = None,
     *,
     needs_backward: bool = True,
-    like: Mapping[Any, Sequence[MaskFacts]] | None = None,
+    like: Mapping[Any, Sequence[Any]] | None = None,
 ) -> PreparedBatch:
     """Prepares a microbatch on the CPU.
 
@@ -243,7 +240,7 @@ def prepare_plans(
     config: MagiConfig,
     *,
     needs_backward: bool = True,
-    like: Mapping[Any, Sequence[MaskFacts]] | None = None,
+    like: Mapping[Any, Sequence[Any]] | None = None,
 ) -> PreparedPlans:
     """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
     if not isinstance(plans, Mapping):
@@ -270,87 +267,52 @@ def _prepare_plan(
     config: MagiConfig,
     needs_backward: bool,
     arrays: list[np.ndarray],
-    like: Sequence[MaskFacts] | None,
+    like: Sequence[Any] | None,
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
-    casts, before = [], len(arrays)
-    dims = shape.head_dim, shape.head_dim_v
-    one_launch = shape.num_sms is not None and pays(plan, dims, config.comm.impl)
-    for transfer in (*plan.transfers, *([plan.joined] if one_launch and plan.joined is not None else ())):
+    casts, before, backend = [], len(arrays), shape.table_backend
+    dims, programs = (shape.head_dim, shape.head_dim_v), None if backend is None else backend.programs
+    is_fused = pays(plan, dims, programs, config.comm.impl)
+    for transfer in (*plan.transfers, *([plan.joined] if is_fused and plan.joined is not None else ())):
         facts, made = cast_tables(transfer).arrays()
         casts.append(facts)
         arrays += made
-    if shape.num_sms is None:
+    if backend is None or backend.tables is None:
         return _PreparedPlan(plan, tuple(casts), num_arrays=len(arrays) - before)
-    first = next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND)
-    tables, of_tables = [], []
-    num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
-    facts = [mask_facts(bands) for bands in plan.bands] if like is None else like[: len(plan.bands)]
-    heads = shape.num_heads_q, shape.num_heads_kv
-    problems = [make_problem(plan.num_rows, count, *heads, dims) for count in num_keys]
-    sums_meet = needs_backward and facts_meet(facts, problems, _is_deterministic(config))
-    at_once = None
-    if one_launch and needs_backward and backward_pays(dims):
-        at_once = _backward_use(plan, shape, problems[0], config, True, sums_meet=True)  # it writes dq in its dtype
-    shapes = _pass_shapes(plan, shape, problems[0], config, needs_backward, one_launch)
-    for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
-        writes_dq = stage == first == 0
-        use = _backward_use(plan, shape, problem, config, writes_dq, sums_meet) if needs_backward else None
-        if stage == 0 and at_once is not None and not joined_transfer(plan).num_recv:
-            use = replace(use, rooms=(*use.rooms, *at_once.rooms))  # the case of a rank that fetches nothing
-        of_own = shapes if stage == 0 and shapes is not None and not shapes.forward.num_arriving else None
-        table, made = make_tables(bands, problem, use, config.dispatch.planner, facts[stage], of_own)
-        tables.append(table)
-        of_tables += made
-    stages = joined = None
-    numbers = tables[0].numbers
-    if one_launch:
-        joined = joined_bands(plan)
-        table, made = make_gated_tables(joined, shapes, at_once, config.dispatch.planner)
-        if table.plans:
-            stages, tables, of_tables = _Closed(tuple(tables)), [table], [*made, *of_tables]
-            numbers = table.numbers
-        else:
-            tables.append(table)
-    arrays += of_tables
-    num_tile_plans = sum(len(table.plans) for table in (*tables, *(stages.parts if stages else ())))
+    masks = StageMasks(
+        bands=plan.bands,
+        num_rows=plan.num_rows,
+        num_keys=(plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)),
+        first_backward=next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND),
+        facts=None if like is None else like[: len(plan.bands)],
+        is_fused=is_fused,
+        is_alone=is_alone(plan, dims, programs),
+        joined=joined_bands(plan, programs) if is_fused and programs is not None else None,
+        num_fetched=joined_transfer(plan).num_recv if plan.degree else 0,
+    )
+    made = backend.tables.make(masks, _table_use(plan, shape, config, needs_backward))
+    arrays += made.arrays
+    num_tile_plans = sum(table.num_plans for table in (*made.tables, *(made.seldom or ())))
+    stages = None if made.seldom is None else _Closed(made.seldom)
     num_arrays = len(arrays) - before
-    return _PreparedPlan(plan, tuple(casts), tuple(tables), stages, joined, num_arrays, num_tile_plans, numbers)
-
-
-def _pass_shapes(
-    plan: RankPlan, shape: AttnShape, problem: Problem, config: MagiConfig, needs_backward: bool, one_launch: bool
-) -> PassShapes | None:
-    """Shapes of passes in one launch each; None if no pass is. ``problem``: of this rank's own keys."""
-    dims, attend = (shape.head_dim, shape.head_dim_v), config.attend
-    assert shape.num_sms is not None
-    if not one_launch and not is_alone(plan, dims):
-        return None
-    num_arriving = joined_transfer(plan).num_recv if plan.degree else 0
-    forward_margin, backward_margin = (
-        (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
+    return _PreparedPlan(
+        plan, tuple(casts), made.tables, stages, masks.joined, num_arrays, num_tile_plans, made.numbers
     )  # fmt: skip
-    forward = PassShape(
-        problem._replace(num_keys=plan.num_rows + num_arriving), num_arriving, shape.num_sms, forward_margin,
-        _is_deterministic(config),
-    )  # fmt: skip
-    backward = forward._replace(sm_margin=backward_margin) if needs_backward and backward_pays(dims) else None
-    return PassShapes(forward, backward)
 
 
-def _is_deterministic(config: MagiConfig) -> bool:
-    return config.attend.deterministic or torch.are_deterministic_algorithms_enabled()
-
-
-def _backward_use(
-    plan: RankPlan, shape: AttnShape, problem: Problem, config: MagiConfig, writes_dq: bool, sums_meet: bool
-) -> BackwardUse:
-    """How `megatron_magi.attention.distributed` will call the backward of a stage."""
+def _table_use(plan: RankPlan, shape: AttnShape, config: MagiConfig, needs_backward: bool) -> TableUse:
+    """How `megatron_magi.attention.distributed` will call the passes of a plan."""
     assert shape.num_sms is not None
-    dtype = accumulate_dtype(shape.dtype) if plan.degree and not sums_meet else shape.dtype
-    dq_bytes = plan.num_rows * shape.num_heads_q * problem.dims[0] * dtype.itemsize
-    return BackwardUse(
-        deterministic=_is_deterministic(config),
-        num_sms=max(1, shape.num_sms - (config.attend.backward_sm_margin if plan.degree else 0)),
-        rooms=(dq_bytes if writes_dq or sums_meet else None,),
+    attend = config.attend
+    return TableUse(
+        num_heads=(shape.num_heads_q, shape.num_heads_kv),
+        dims=(shape.head_dim, shape.head_dim_v),
+        dtype=shape.dtype,
+        num_sms=shape.num_sms,
+        # If nothing is fetched, no collective runs concurrently with attention.
+        sm_margins=(attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0),
+        deterministic=attend.deterministic or torch.are_deterministic_algorithms_enabled(),
+        needs_backward=needs_backward,
+        accumulates=bool(plan.degree),
+        planner=config.dispatch.planner,
     )

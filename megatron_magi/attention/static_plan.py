@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_magi.attention.runtime import plan_casts
-from megatron_magi.backends.sm90 import static_plan as hopper_static
-from megatron_magi.backends.sm90.static_plan import StaticMask, StaticMemory
+from megatron_magi.backends.base import Backend, ChangingMemory, copy_tables, refuse_capture
 from megatron_magi.checks import number
 from megatron_magi.comm.agreement import start_agreement, told
 from megatron_magi.comm.group_collective import GroupCastArgs, raise_failure
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.static_args import StaticArgs
 from megatron_magi.mask import bands as bd
+from megatron_magi.ops.slice_passes import backend_that
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.types import Runtime
@@ -43,6 +44,7 @@ class StaticPlans:
             least 1. The same on all ranks.
         samples: plans of other microbatches that must fit, the same ones on all ranks. Kernels are chosen for the first
             of them, if any.
+        backend: name of the implementation whose launches are captured; the first that can be when None.
 
     Attributes:
         plans: for `distributed_attention`, in eager mode or captured; run each call once before it is captured.
@@ -61,17 +63,21 @@ class StaticPlans:
         *,
         headroom: float = 2.0,
         samples: Sequence[Mapping[Any, RankPlan]] = (),
+        backend: str | None = None,
     ) -> None:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        self._device, self._group, self._memory = device, group_of(group), StaticMemory(device)
+        self._device, self._group = device, group_of(group)
+        maker = backend_that("capture", backend)
+        assert maker.capture is not None
+        self._memory = maker.capture.memory(device)
         with told(self._group):
             number(headroom, "headroom", 1)
             for sample in samples:
                 _check_names(plans, sample)
             made = {
-                name: _StaticPlan(name, [of[name] for of in (*samples, plans)], device, self._memory, headroom)
+                name: _StaticPlan(name, [of[name] for of in (*samples, plans)], device, maker, self._memory, headroom)
                 for name in plans
             }
         if self._group is not None:  # ranks that have room for different numbers of rows exchange different chunks
@@ -109,13 +115,13 @@ class StaticPlans:
 
     def _why_not(self, plans: Mapping[Any, RankPlan]) -> str | None:
         """The reason why plans do not fit on this rank; None if they fit."""
-        hopper_static.refuse_capture(self._device)
+        refuse_capture(self._device)
         _check_names(self.plans, plans)
         return next(filter(None, (self._static[name].why_not(plan) for name, plan in plans.items())), None)
 
     def _load(self, plans: Mapping[Any, RankPlan]) -> None:
         tables = [table for name, plan in plans.items() for table in self._static[name].take(plan)]
-        hopper_static.copy(tables)
+        copy_tables(tables)
         self._memory.send()
 
 
@@ -159,7 +165,8 @@ class _StaticPlan:
         name: Hashable,
         samples: Sequence[RankPlan],
         device: torch.device,
-        memory: StaticMemory,
+        backend: Backend,
+        memory: ChangingMemory,
         headroom: float,
     ) -> None:
         plan = max(samples, key=lambda sample: sample.degree)
@@ -182,9 +189,10 @@ class _StaticPlan:
             most_keys.append(self._args.args.num_recv)
             runtime = Runtime(casts={device: (self._args.args,)}, tail=self._args.tail)
         self.room = None if self._args is None else self._args.args.most
+        assert backend.capture is not None
         stages = zip(*(_stages(sample, len(most_keys)) for sample in samples), strict=True)
         self.masks = [
-            StaticMask(masks, num_rows, most, device, memory, headroom)
+            backend.capture.mask(masks, num_rows, most, device, memory, headroom)
             for masks, most in zip(stages, most_keys, strict=True)
         ]
         self.plan = replace(
@@ -208,7 +216,7 @@ class _StaticPlan:
         reasons = (mask.why_not(*stage) for mask, stage in zip(self.masks, _stages(plan, len(self.masks)), strict=True))
         return reason or next(filter(None, reasons), None)
 
-    def take(self, plan: RankPlan) -> list[hopper_static.Table]:
+    def take(self, plan: RankPlan) -> list[tuple[Tensor, Tensor]]:
         """The copies that load a plan that fits."""
         pairs = zip(self.masks, _stages(plan, len(self.masks)), strict=True)
         tables = [table for mask, stage in pairs for table in mask.take(*stage)]

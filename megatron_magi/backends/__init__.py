@@ -1,1 +1,1 @@
-"""Implementations of attention over bands on one device. `base` says what they have in common, `registry` names them."""
+"""Implementations of attention over bands on one device; `base` says what they share, `registry` names them."""

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
+from megatron_magi.backends.costs import DEFAULT, rates_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.build import default_cache_dir
-from megatron_magi.rates import H100, Rates, rates_of
+from megatron_magi.rates import Rates
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +39,13 @@ def keep(rates: Rates) -> Path:
 
 
 def present_rates() -> Rates:
-    """The rates of the current GPU: as calibrated, else those of its kind; of an H100 where there is no GPU.
+    """The rates of the current GPU: as calibrated, else those of its kind; of an DEFAULT where there is no GPU.
 
     Raises:
         ValueError: there is a calibration that is damaged; the message names the file.
     """
     if not torch.cuda.is_available():
-        return H100
+        return DEFAULT
     name = torch.cuda.get_device_name()
     return _read(calibration_file(name), name)
 

@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import distributed_attention
+from megatron_magi.backends.costs import rates_of
 from megatron_magi.calibration.fit import fit_kernels
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast
 from megatron_magi.config import CostModel, DispatchAlgorithm, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import causal, full, sliding_window, varlen
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_passes import why_not
 from megatron_magi.plan import make_plan
-from megatron_magi.rates import Rates, rates_of
+from megatron_magi.rates import Rates
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +44,9 @@ def calibrate() -> Rates:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("calibrate: there is no GPU")
-    if torch.cuda.get_device_capability() != (9, 0):
-        raise RuntimeError(
-            f"calibrate: expected a GPU of compute capability 9.0 (H100, H200), got {torch.cuda.get_device_name()}"
-        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    if (reason := why_not("ffa", device, torch.bfloat16, (HEAD_DIM, HEAD_DIM), "a GPU that has kernels")) is not None:
+        raise RuntimeError(f"calibrate: {reason}")
     rates = replace(rates_of(torch.cuda.get_device_name()), device=torch.cuda.get_device_name())
     rates = _kernels(replace(rates, memory_gbytes_per_s=_memory_rate()))
     if dist.is_initialized() and dist.get_world_size() > 1:

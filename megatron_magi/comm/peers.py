@@ -28,6 +28,7 @@ from megatron_magi.cuda.shared_memory import (
     read_words,
     write_word,
 )
+from megatron_magi.cuda.target import TARGETS, capabilities
 
 _PREFIX = "megatron_magi/native"
 _NUM_SLOTS = 2
@@ -180,8 +181,8 @@ def refusal_of(said: list[dict[str, Any]]) -> str | None:
         return f"is for 2 to {MAX_RANKS} ranks, the group has {len(said)}"
     if any(s["host"] != said[0]["host"] for s in said):
         return "needs all ranks of the group on one host"
-    if any(list(s["capability"]) != [9, 0] for s in said):
-        return "needs GPUs of compute capability 9.0"
+    if any(tuple(s["capability"]) not in TARGETS for s in said):
+        return f"needs GPUs of compute capability {capabilities()}"
     if len({s["device"] for s in said}) < len(said):
         return "needs a GPU for each rank"
     most = min(most_groups(s["sms"]) for s in said)

@@ -1,7 +1,7 @@
 """Joining partial results of attention, with the names of MagiAttention.
 
-A partial result over a set of keys is its output and lse (`megatron_magi.operands.merge`). Two of them over disjoint keys
-join, and a sink, which has a logit and no value, joins one. All functions are differentiable unless ``inplace``.
+A partial result over a set of keys is its output and lse (`megatron_magi.operands.merge`). Two of them over disjoint
+keys join, and a sink, which has a logit and no value, joins one. All functions are differentiable unless ``inplace``.
 
 Shapes: out ``[num_rows, num_heads_q, head_dim_v]``, lse ``[num_rows, num_heads_q]``, natural log, -inf where a row sees
 nothing; sink ``[num_sinks, num_heads_q]`` with ``sink_layout="sh"``, ``[num_rows, num_sinks, num_heads_q]`` with "ssh".

@@ -24,11 +24,11 @@ from functools import cache
 from pathlib import Path
 
 from megatron_magi import envs
+from megatron_magi.cuda.target import DEFAULT_TARGET
 from megatron_magi.variables import WORKSPACE
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURE = "sm_90a"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 _SERIALISED = ("C7510", "C7512", "C7514", "C7515", "C7519", "C7520", "wgmma.mma_async instructions are serialized")
@@ -104,7 +104,7 @@ def build(
     if not settings.force_jit and (image := _read(prebuilt_dir() / name)) is not None:
         return image
     if not settings.use_cache:
-        logger.warning("compiling %s (%s) for %s, not kept", source, " ".join(defines), ARCHITECTURE)
+        logger.warning("compiling %s (%s) for %s, not kept", source, " ".join(defines), DEFAULT_TARGET)
         return _compile(source, defines, settings)
     target = (default_cache_dir() if cache_dir is None else cache_dir) / name
     if (image := _read(target)) is not None:
@@ -151,7 +151,7 @@ def build_all(kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int, cache_d
         logger.warning("%s cannot be written (%s): kernels are compiled when they are first used", folder, error)
         return
     jobs = min(jobs, len(missing))
-    logger.warning("compiling %d kernels for %s, %d at a time, kept in %s", len(missing), ARCHITECTURE, jobs, folder)
+    logger.warning("compiling %d kernels for %s, %d at a time, kept in %s", len(missing), DEFAULT_TARGET, jobs, folder)
     with ThreadPoolExecutor(jobs) as pool:
         for _ in pool.map(lambda kernel: build(*kernel, cache_dir, level=logging.INFO), missing):
             pass
@@ -171,7 +171,7 @@ def _compile_once(
             return image
         # By default a warning, so that it is seen: a step of a training run stands still for it.
         logger.log(
-            level, "compiling %s (%s) for %s, kept in %s", source, " ".join(defines), ARCHITECTURE, target.parent
+            level, "compiling %s (%s) for %s, kept in %s", source, " ".join(defines), DEFAULT_TARGET, target.parent
         )
         start = time.perf_counter()
         image = _compile(source, defines, settings, target.with_suffix(".cu"))
@@ -300,7 +300,12 @@ def _check(status: int, what: str) -> None:
 
 
 def _options(defines: tuple[str, ...], debug: bool) -> list[str]:
-    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "--ptxas-options=-v", *(f"-D{d}" for d in defines)]
+    options = [
+        f"--gpu-architecture={DEFAULT_TARGET}",
+        "--std=c++17",
+        "--ptxas-options=-v",
+        *(f"-D{d}" for d in defines),
+    ]
     return [*options, "--generate-line-info"] if debug else options
 
 

@@ -8,11 +8,11 @@ from typing import get_args
 
 import numpy as np
 
+from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.config import DispatchAlgorithm, MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import Plan, make_plan
 from megatron_magi.plan.balance import candidates, predictions
-from megatron_magi.rates import H100
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def explain_text(mask: AttnMask, figures: Sequence[DispatchFigures], chosen: str
         )
     best = next(f for f in figures if f.algorithm == chosen)
     stats, cost = best.plan.stats(), best.plan.config.overlap.cost
-    rates = best.plan.config.dispatch.rates or H100
+    rates = best.plan.config.dispatch.rates or DEFAULT
     lines += [
         "",
         "* is what is used" + (f": auto takes {best.taken}, {_ALIKE}" if chosen == "auto" else ""),

@@ -16,7 +16,6 @@ from megatron.training import get_args, get_tokenizer, print_rank_0
 
 from megatron_magi import envs
 from megatron_magi.attention import AttnShape, needed_kernels
-from megatron_magi.backends.sm90.support import why_not
 from megatron_magi.calibration import with_present_rates
 from megatron_magi.comm.impl.native import native_of
 from megatron_magi.config import MagiConfig
@@ -32,6 +31,7 @@ from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import Planner
 from megatron_magi.mcore.settings import captures, layer_masks, magi_config, summary, with_nodes
 from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, run_model
+from megatron_magi.ops.slice_passes import why_not
 from megatron_magi.upload import current_device
 from megatron_magi.variables import KERNEL_BACKEND, NATIVE_COLLECTIVES
 
@@ -137,7 +137,7 @@ def attention_shape(args: Namespace, config: MagiConfig) -> AttnShape:
     shape = AttnShape(cost.num_heads_q, cost.num_heads_kv, *cost.head_dims, args.params_dtype)
     shape = shape.kernels_for(device, impl)
     if impl == "ffa" and shape.num_sms is None:
-        reason = why_not(device, shape.dtype, cost.head_dims, "sdpa_ol, or unset it")
+        reason = why_not(impl, device, shape.dtype, cost.head_dims, "sdpa_ol, or unset it")
         raise ValueError(f"{KERNEL_BACKEND}: {reason}")
     return shape
 

@@ -31,7 +31,7 @@ class _Call(NamedTuple):
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, call: _Call):
-        (out, lse, max_logits), ctx.one_launch = attend_forward(q, k, v, sink, *call)
+        (out, lse, max_logits), ctx.program = attend_forward(q, k, v, sink, *call)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.call = call
         ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))
@@ -48,7 +48,7 @@ class _SliceAttention(torch.autograd.Function):
         if options.sanity_check:
             require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(bands))
         wanted = sink if ctx.needs_input_grad[3] else None
-        grads = attend_back(dout, (q, k, v), wanted, out, lse, bands, options, impl, ctx.one_launch)
+        grads = attend_back(dout, (q, k, v), wanted, out, lse, bands, options, impl, ctx.program)
         return *grads, None
 
 

@@ -18,7 +18,7 @@ from megatron_magi.operands.merge import accumulate_dtype
 from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.operands.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
 from megatron_magi.ops.mask_tensors import bands_of
-from megatron_magi.ops.slice_passes import attend, attend_back, prepared_passes
+from megatron_magi.ops.slice_passes import attend, attend_back, program_of
 
 # A captured CUDA graph would replay the launch of one mask for all.
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
@@ -71,8 +71,8 @@ def _backward_operator(
     bands, options = _checked(q, k, v, sink, mask, softmax_scale, softcap, deterministic, sm_margin, sanity_check)
     if sanity_check:
         require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(bands))
-    one_launch = prepared_passes(q, k, v, sink, bands, options, impl)
-    *grads, dsink = attend_back(dout, (q, k, v), sink, out, lse, bands, options, impl, one_launch)
+    program = program_of(q, k, v, sink, bands, options, impl)
+    *grads, dsink = attend_back(dout, (q, k, v), sink, out, lse, bands, options, impl, program)
     return *grads, lse.new_empty(0) if dsink is None else dsink
 
 

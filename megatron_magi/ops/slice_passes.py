@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
-from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.backends.blocked import attention as blocked
-from megatron_magi.backends.reference import attention as reference
-from megatron_magi.backends.sm90 import attention as hopper
-from megatron_magi.backends.sm90.one_launch import OneLaunch, backward_pays
+from megatron_magi.backends.base import Backend, Program
+from megatron_magi.backends.registry import backend_that, choose, fastest
 from megatron_magi.operands.merge import accumulate_dtype, row_products, sink_gradient, sink_lse
 from megatron_magi.operands.options import (
     FLOAT_DTYPES,
@@ -34,33 +31,38 @@ from megatron_magi.operands.options import (
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.profiling import profiled_backward, profiled_forward
 
-IMPLS: dict[str, ModuleType] = {"reference": reference, "torch": blocked, "ffa": hopper}
-"""Implementations by name: modules with `forward`, `backward` and `TAKES_MEMO`, and possibly with a kernel `row_delta`.
+__all__ = [
+    "attend",
+    "attend_back",
+    "backend_that",
+    "backward_pass",
+    "forward_pass",
+    "program_of",
+    "resolve_impl",
+    "row_delta",
+    "slice_attention_backward",
+    "slice_attention_forward",
+    "table_backend",
+    "why_not",
+]
 
-Where `TAKES_MEMO` is set, both passes and `row_delta` take a dictionary in which they remember what calls that differ
-in addresses alone share; there are `sums_meet`, and `SharedSums` for passes of which it holds, too.
-"""
+
+def resolve_impl(impl: str, q: Tensor, v: Tensor) -> Backend:
+    """The backend that computes attention of such tensors; see `megatron_magi.backends.registry.choose`."""
+    return choose(impl, q.device, q.dtype, (q.shape[2], v.shape[2]))
 
 
-def resolve_impl(impl: str, q: Tensor, v: Tensor) -> ModuleType:
-    """The module that computes: the one asked for, or for ``auto`` the best that takes such tensors.
+def why_not(impl: str, device: torch.device, dtype: torch.dtype, dims: tuple[int, int], instead: str) -> str | None:
+    """The reason why an implementation does not take such tensors, which recommends ``instead``; None if it does."""
+    return choose(impl, device, dtype, dims).why_not(device, dtype, dims, instead)
 
-    Where that is not the fastest that GPUs have, the reason is logged, once.
 
-    Raises:
-        ValueError: there is no implementation of that name. (One that does not take the tensors
-            says so itself when it is called.)
-    """
-    if isinstance(impl, str) and impl == "auto":
-        impl = "torch"
-        if q.device.type == "cuda":
-            if hopper.is_supported(q, v):
-                impl = "ffa"
-            else:
-                hopper.say_why_not(q, v)
-    if not isinstance(impl, str) or impl not in IMPLS:
-        raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
-    return IMPLS[impl]
+def table_backend(impl: str, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> Backend | None:
+    """The backend that ``impl`` selects for such tensors, if it takes them and makes tables of masks on the host."""
+    backend = fastest(device, dtype, dims) if impl == "auto" else choose(impl, device, dtype, dims)
+    if backend is None or backend.tables is None or not backend.takes(device, dtype, dims):
+        return None
+    return backend
 
 
 @torch.no_grad()
@@ -108,19 +110,19 @@ def slice_attention_forward(
     check_qkv(q, k, v)
     check_bands(bands, q.shape[0], k.shape[0])
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    module = resolve_impl(impl, q, v)
+    backend = resolve_impl(impl, q, v)
     if (out is None) != (lse is None):
         raise ValueError("out, lse: give both, to merge into, or none")
     if out is None or lse is None:
         if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
             raise ValueError(f"out_dtype: expected a floating-point dtype of 16 to 64 bits, got {out_dtype}")
-        return forward_pass((q, k, v), bands, options, module, sink, return_max_logits, out_dtype)
+        return forward_pass((q, k, v), bands, options, backend, sink, return_max_logits, out_dtype)
     shape = (*q.shape[:2], v.shape[2])
     check_like("out", out, shape, q.device)
     check_like("lse", lse, shape[:2], q.device)
     if out_dtype not in (None, out.dtype):
         raise ValueError(f"out_dtype: out is given and has dtype {out.dtype}, got {out_dtype}")
-    return forward_pass((q, k, v), bands, options, module, sink, return_max_logits, into=(out, lse))
+    return forward_pass((q, k, v), bands, options, backend, sink, return_max_logits, into=(out, lse))
 
 
 @profiled_forward
@@ -128,14 +130,14 @@ def forward_pass(
     qkv: tuple[Tensor, Tensor, Tensor],
     bands: np.ndarray,
     options: AttnOptions,
-    module: ModuleType,
+    backend: Backend,
     sink: Tensor | None,
     return_max_logits: bool,
     out_dtype: torch.dtype | None = None,
     into: tuple[Tensor, Tensor] | None = None,
     **hints: object,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`slice_attention_forward` of checked arguments, where no gradients are recorded; ``hints``: the module's own."""
+    """`slice_attention_forward` of checked arguments, where no gradients are recorded; ``hints``: the backend's own."""
     q, k, v = qkv
     dtype = accumulate_dtype(q.dtype)
     if into is None:
@@ -149,7 +151,7 @@ def forward_pass(
         sink = sink_lse(sink, dtype)
     inputs, output = ForwardInputs(q, k, v, sink), ForwardOutput(out, lse, into is not None)
     with _no_autocast(q):
-        max_logits = module.forward(inputs, bands, options, output, return_max_logits=return_max_logits, **hints)
+        max_logits = backend.forward(inputs, bands, options, output, return_max_logits=return_max_logits, **hints)
     return out, lse, max_logits
 
 
@@ -167,7 +169,7 @@ def _no_autocast(q: Tensor):
     return torch.autocast(device, enabled=False) if casts else _NOTHING
 
 
-def prepared_passes(
+def program_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -175,10 +177,10 @@ def prepared_passes(
     bands: np.ndarray,
     options: AttnOptions,
     impl: str,
-) -> OneLaunch | None:
-    """The prepared passes for a backward without those of its forward, if the implementation has them."""
-    is_hopper = resolve_impl(impl, q, v) is hopper
-    return hopper.one_launch(q, k, v, sink, bands, options, max_logits=False) if is_hopper else None
+) -> Program | None:
+    """The prepared passes for a backward without those of its forward, if the backend has them."""
+    programs = resolve_impl(impl, q, v).programs
+    return None if programs is None else programs.of_tensors(q, k, v, sink, bands, options, False)
 
 
 def attend(
@@ -190,14 +192,14 @@ def attend(
     options: AttnOptions,
     impl: str,
     return_max_logits: bool,
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], OneLaunch | None]:
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], Program | None]:
     """`forward_pass` of a whole mask: output, lse and largest logits, and the prepared passes if there are any."""
-    module = resolve_impl(impl, q, v)
-    if module is hopper:
-        one_launch = hopper.one_launch(q, k, v, sink, bands, options, return_max_logits)
-        if one_launch is not None:
-            return one_launch.forward(q, k, v, sink, options, return_max_logits), one_launch
-    return forward_pass((q, k, v), bands, options, module, sink, return_max_logits), None
+    backend = resolve_impl(impl, q, v)
+    if backend.programs is not None:
+        program = backend.programs.of_tensors(q, k, v, sink, bands, options, return_max_logits)
+        if program is not None:
+            return program.forward(q, k, v, sink, options, return_max_logits), program
+    return forward_pass((q, k, v), bands, options, backend, sink, return_max_logits), None
 
 
 def attend_back(
@@ -209,16 +211,19 @@ def attend_back(
     bands: np.ndarray,
     options: AttnOptions,
     impl: str,
-    one_launch: OneLaunch | None,
+    program: Program | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and of the sink, None if not wanted; the backward of `attend`."""
     q, k, v = qkv
-    if one_launch is not None and backward_pays((q.shape[2], v.shape[2])):
-        dq, dk, dv, delta = one_launch.backward(dout, qkv, out, lse, options, q.dtype, sink is not None)
+    found = None
+    if program is not None:
+        found = program.backward(dout, qkv, out, lse, options, q.dtype, sink is not None)
+    if found is not None:
+        dq, dk, dv, delta = found
     else:
         delta = row_delta(dout, out, impl)
-        inputs, module = BackwardInputs(q, k, v, dout, lse, delta), resolve_impl(impl, q, v)
-        dq, dk, dv = backward_pass(inputs, bands, options, module, (None, None, None), q.dtype)
+        inputs, backend = BackwardInputs(q, k, v, dout, lse, delta), resolve_impl(impl, q, v)
+        dq, dk, dv = backward_pass(inputs, bands, options, backend, (None, None, None), q.dtype)
     return dq, dk, dv, None if sink is None else sink_gradient(sink, lse, delta)
 
 
@@ -263,7 +268,7 @@ def slice_attention_backward(
     check_qkv(q, k, v)
     check_bands(bands, q.shape[0], k.shape[0])
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    module = resolve_impl(impl, q, v)
+    backend = resolve_impl(impl, q, v)
     check_like("dout", dout, (*q.shape[:2], v.shape[2]), q.device)
     check_like("lse", lse, q.shape[:2], q.device)
     check_like("delta", delta, q.shape[:2], q.device)
@@ -274,7 +279,7 @@ def slice_attention_backward(
         if given is not None:
             check_like(name, given, like.shape, q.device)
     inputs = BackwardInputs(q, k, v, dout, lse, delta)
-    return backward_pass(inputs, bands, options, module, (dq, dk, dv), grad_dtype)
+    return backward_pass(inputs, bands, options, backend, (dq, dk, dv), grad_dtype)
 
 
 @profiled_backward
@@ -282,14 +287,14 @@ def backward_pass(
     inputs: BackwardInputs,
     bands: np.ndarray,
     options: AttnOptions,
-    module: ModuleType,
+    backend: Backend,
     given: tuple[Tensor | None, Tensor | None, Tensor | None],
     grad_dtype: torch.dtype,
     **hints: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`slice_attention_backward` of checked arguments, without recording.
 
-    ``given``: dq, dk and dv, where they are to be added to; ``hints``: the module's own.
+    ``given``: dq, dk and dv, where they are to be added to; ``hints``: the backend's own.
     """
     adds, adds_keys = given[0] is not None, given[1] is not None or given[2] is not None
     dq, dk, dv = (
@@ -299,7 +304,7 @@ def backward_pass(
         if adds_keys and before is None:
             grad.zero_()
     with _no_autocast(inputs.dout):
-        module.backward(inputs, bands, options, Gradients(dq, dk, dv, adds, adds_keys), **hints)
+        backend.backward(inputs, bands, options, Gradients(dq, dk, dv, adds, adds_keys), **hints)
     return dq, dk, dv
 
 
@@ -320,5 +325,4 @@ def row_delta(dout: Tensor, out: Tensor, impl: str = "torch") -> Tensor:
     check_like("dout", dout, out.shape, out.device)
     if impl == "auto" and out.dtype.itemsize > 2:  # kernels do not support it, and torch is fast enough
         return row_products(dout, out)
-    kernel = getattr(resolve_impl(impl, out, out), "row_delta", row_products)
-    return kernel(dout, out)
+    return resolve_impl(impl, out, out).row_delta(dout, out)

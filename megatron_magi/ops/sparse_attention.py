@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_magi.backends.reference import sparse as sparse_reference
-from megatron_magi.backends.sm90 import sparse as sparse_hopper
+from megatron_magi.backends.base import Sparse
+from megatron_magi.backends.registry import SPARSE, choose_sparse
 from megatron_magi.checks import flag
 from megatron_magi.operands.finite import require_finite
 from megatron_magi.operands.merge import accumulate_dtype, sink_gradient, sink_lse
 from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.operands.options import check_qkv, check_sink, make_options
+from megatron_magi.operands.sparse_pattern import SparsePattern, block_pattern, check_numbers, index_pattern
 from megatron_magi.ops.derivatives import refuse_tangents
 from megatron_magi.ops.slice_passes import row_delta
-from megatron_magi.ops.sparse_pattern import SparsePattern, block_pattern, check_numbers, index_pattern
-
-IMPLS: dict[str, ModuleType] = {"reference": sparse_reference, "ffa": sparse_hopper}
-"""Implementations by name: modules with `forward` and `backward`."""
 
 
 def block_sparse_attention(
@@ -144,8 +140,8 @@ def attend_pattern(
         check_sink(sink, q)
     for name in ("return_max_logits", "deterministic", "sanity_check"):
         flag(getattr(given, name), name)
-    if not isinstance(impl, str) or impl not in ("auto", *IMPLS):
-        raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
+    if not isinstance(impl, str) or impl not in ("auto", *SPARSE):
+        raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *SPARSE])}")
     scale, deterministic = given.softmax_scale, given.deterministic
     if torch.compiler.is_compiling():
         scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -160,15 +156,9 @@ def attend_pattern(
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits if given.return_max_logits else None)
 
 
-def _module(impl: str, q: Tensor, v: Tensor) -> ModuleType:
-    """The implementation: the requested one, or for ``auto`` the best that supports such tensors."""
-    if impl == "auto":
-        impl = "reference"
-        if q.device.type == "cuda":
-            if sparse_hopper.is_supported(q, v):
-                return sparse_hopper
-            sparse_hopper.say_why_not(q, v)
-    return IMPLS[impl]
+def _kernels(impl: str, q: Tensor, v: Tensor) -> Sparse:
+    """What computes: the implementation asked for, or for ``auto`` the best that takes such tensors."""
+    return choose_sparse(impl, q.device, q.dtype, (q.shape[2], v.shape[2]))
 
 
 def _describe(_name: str, _row: int) -> str:
@@ -198,7 +188,7 @@ def _forward_operator(
         require_finite({"q": q, "k": k, "v": v, "sink": sink}, _describe)
     scale = make_options(q, softmax_scale, 0.0, deterministic, 0).softmax_scale  # compiled functions check it here
     with torch.autocast(q.device.type, enabled=False):
-        out, lse, max_logits = _module(impl, q, v).forward(
+        out, lse, max_logits = _kernels(impl, q, v).forward(
             q, k, v, SparsePattern(tuple(pattern), q_block, k_block, causal), scale,
             sink_lse=None if sink is None else sink_lse(sink, dtype), return_max_logits=return_max_logits,
         )  # fmt: skip
@@ -228,7 +218,7 @@ def _backward_operator(
     deterministic = make_options(q, softmax_scale, 0.0, deterministic, 0).deterministic
     with torch.autocast(q.device.type, enabled=False):
         delta = row_delta(dout, out, "torch" if impl == "reference" else "auto")
-        dq, dk, dv = _module(impl, q, v).backward(
+        dq, dk, dv = _kernels(impl, q, v).backward(
             (q, k, v, dout), lse, delta, SparsePattern(tuple(pattern), q_block, k_block, causal), softmax_scale,
             deterministic,
         )  # fmt: skip

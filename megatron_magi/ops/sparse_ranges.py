@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.backends.sm90 import sparse as sparse_hopper
-from megatron_magi.backends.sm90.sparse_kernels import heads_of_tile
+from megatron_magi.backends.registry import fast_sparse
 from megatron_magi.lru import LruCache
 from megatron_magi.operands.options import AttnOptions
+from megatron_magi.operands.sparse_pattern import K_BLOCKS, MAX_Q_BLOCK, SparsePattern, num_blocks
 from megatron_magi.ops.mask_tensors import HostRanges
-from megatron_magi.ops.sparse_pattern import K_BLOCKS, MAX_Q_BLOCK, SparsePattern, num_blocks
 
 _FEW_SLICES = 64
 _MOST_PAIRS = 1 << 24
@@ -53,10 +52,11 @@ def sparse_pattern_of(
     """The pattern of ranges that sparse kernels take and compute faster than dense ones; None where they do not."""
     if len(ranges.table) < _FEW_SLICES or options.softcap or options.sm_margin or options.sanity_check:
         return None
-    if not sparse_hopper.is_supported(q, v):
+    sparse = fast_sparse(q.device, q.dtype, (q.shape[2], v.shape[2]))
+    if sparse is None:
         return None
     found = _lists_of(ranges)
-    heads = heads_of_tile(q.shape[1] // k.shape[1], 2)
+    heads = sparse.packed_heads(q.shape[1] // k.shape[1])
     if found is None or not _is_faster(found, heads, options.deterministic):
         return None
     # Memory of one stream is not handed out again while that reads it; another stream gets tensors of its own.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.config import DispatchConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import native
@@ -15,7 +16,6 @@ from megatron_magi.plan.chunks import chunk_areas
 from megatron_magi.plan.counts import count
 from megatron_magi.plan.predict import Prediction, predict
 from megatron_magi.plan.swaps import refine, sum_by_rank
-from megatron_magi.rates import H100
 
 _EVEN_ENOUGH = 1
 """Thousandths of the mean area: a load this close to the mean is good enough to move no more keys for balance."""
@@ -91,7 +91,7 @@ def predictions(
     ranks_per_node: int | None = None,
 ) -> dict[str, Prediction]:
     """The predicted step of each candidate; arguments as in `assign_chunks`."""
-    rates, counts = config.rates or H100, native.count if native.chosen(config.planner) else count
+    rates, counts = config.rates or DEFAULT, native.count if native.chosen(config.planner) else count
     node, result = ranks_per_node or rates.ranks_per_node, {}
     for name, rank in found.items():
         rows = int(sum_by_rank(rank, np.diff(bounds), cp_size).max())

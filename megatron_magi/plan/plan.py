@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.checks import int_at_least
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
@@ -20,7 +21,6 @@ from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.transfers import TransferTable
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, own
-from megatron_magi.rates import H100
 
 _MAX_RANKS = 1 << 16
 _FORMAT = b"plan-1"
@@ -226,5 +226,5 @@ def _plan_hash(mask: AttnMask, dispatch: Dispatch, degree: int, schedule: Schedu
     text = hashlib.sha256(_FORMAT + mask.digest + dispatch.digest)
     text.update(f"{degree}|{steps}|{schedule.saved_stage}|{config.overlap.one_launch}|{config.comm}".encode())
     if config.dispatch.algorithm == "auto":
-        text.update((config.dispatch.rates or H100).digest)
+        text.update((config.dispatch.rates or DEFAULT).digest)
     return int.from_bytes(text.digest()[:8], "little") >> 1

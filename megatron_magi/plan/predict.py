@@ -7,22 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_magi import thresholds
+from megatron_magi.backends.costs import kernel_costs_of
 from megatron_magi.config import CostModel, OverlapConfig
 from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.degree import choose_degree
-from megatron_magi.rates import Rates
-
-_TALL_TILE_KEYS = thresholds.TALL_TILE_KEYS[128, 128][1]
-_KEY_TILE, _QUERY_BLOCK = 128, 64
-"""Keys of a tile and queries of a block of the backward."""
-MOST_FORWARD_BYTES = 64 << 20
-"""Keys and values that a rank fetches up to which the forward of more than two ranks is one launch: on 4 H100s it is
-faster than stages with up to 30 MB, and takes 4 to 8 % longer with 100 and 400 MB (``results/one_launch_4gpu.csv``)."""
-_NUM_SMS, _TAIL = 132, 0.31
-"""SMs of a Hopper GPU, and their mean idle time at the end of a kernel, as a fraction of a work item."""
-_DQ_TILE, _DQ_BLOCK = 128, 96
-"""Queries of a tile and keys of a block of the kernel for dq."""
+from megatron_magi.rates import KernelCosts, Rates
 
 
 class Prediction(NamedTuple):
@@ -79,11 +68,12 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
     # Kernels wait for rows of their own node only.
     at_once = overlap.one_launch and overlap.degree != 0 and not overlap.hide_tail_reduce and degree > 0
     at_once = at_once and not counts.received[1].any()
-    is_small = len(received) <= 2 or received.max() * overlap.cost.row_bytes <= MOST_FORWARD_BYTES
+    kernels = kernel_costs_of(rates.device)
+    is_small = len(received) <= 2 or received.max() * overlap.cost.row_bytes <= kernels.most_forward_bytes
     hidden, passes = 0.0 if overlap.degree == 0 else rates.hidden, []
     saved = np.where((received > 0) & (sent > 0), 0.0, rates.host_one_way_us)
     for is_backward, one in ((False, at_once and is_small), (True, at_once)):
-        steps, stages = _Steps(num_rows, rates, overlap.cost, degree > 0 and not one), 1 if one else degree
+        steps, stages = _Steps(num_rows, rates, kernels, overlap.cost, degree > 0 and not one), 1 if one else degree
         attend = steps.backward if is_backward else steps.forward
         fetch = _transfer_us(counts.received, counts.sent, stages, rates, overlap.cost)
         reduce = _transfer_us(counts.sent, counts.received, stages, rates, overlap.cost) * is_backward
@@ -103,7 +93,7 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
 def kernels_us(counts: Counts, num_rows: int, rates: Rates, cost: CostModel) -> tuple[float, float]:
     """Microseconds of the forward and of the backward kernels where nothing is fetched, on the slowest rank."""
     own = _Stage(*(c[0].astype(np.float64) for c in counts[:7]))
-    steps = _Steps(num_rows, rates, cost, False)
+    steps = _Steps(num_rows, rates, kernel_costs_of(rates.device), cost, False)
     return float(steps.forward(own).max()), float(steps.backward(own).max()) + steps.ends_us(True)
 
 
@@ -112,30 +102,33 @@ class _Steps(NamedTuple):
 
     num_rows: int
     rates: Rates
+    kernels: KernelCosts
     cost: CostModel
     is_staged: bool
 
     def _packed(self, stage: _Stage) -> np.ndarray:
         """Query heads that share a tile, on each rank."""
-        packed = float(math.gcd(max(1, self.cost.num_heads_q // self.cost.num_heads_kv), thresholds.MOST_PACKED_HEADS))
-        is_short = (stage.starts > 1) & (self.num_rows < thresholds.SHORT_ROWS * stage.starts)
-        return np.where(is_short, packed, 1.0)
+        group = max(1, self.cost.num_heads_q // self.cost.num_heads_kv)
+        is_short = (stage.starts > 1) & (self.num_rows < self.kernels.short_rows * stage.starts)
+        return np.where(is_short, float(math.gcd(group, self.kernels.most_packed_heads)), 1.0)
 
     def _memory_us(self, bytes_a_row: float, rows: np.ndarray | int) -> np.ndarray:
         return rows * (bytes_a_row * self.cost.num_heads_q) / (self.rates.memory_gbytes_per_s * 1e3)
 
     def forward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
         """Microseconds of the forward over a stage, all its parts together; ``adds``: merges with earlier results."""
-        packed = self._packed(stage)
-        is_tall = (packed > 1) | (stage.area >= _TALL_TILE_KEYS * self.num_rows)
-        tile, block = np.where(is_tall, 192.0, 128.0) / packed, np.where(is_tall, 64.0, 128.0)
+        packed, most_keys = self._packed(stage), self.kernels.tall_tile_keys[128, 128][1]
+        is_tall = (packed > 1) | (stage.area >= most_keys * self.num_rows)
+        (tall, tall_block), (rows, keys) = self.kernels.tall_forward_tile, self.kernels.forward_tile
+        height, block = np.where(is_tall, float(tall), rows), np.where(is_tall, float(tall_block), keys)
+        tile = height / packed
         columns = stage.row_edges * tile / 2 + stage.rows * (block / 2 + self.rates.tile_columns)
         dk, dv = self.cost.head_dims
         flops = (stage.area + columns) * (2.0 * self.cost.num_heads_q * (dk + dv))
         # Results of stages are merged in fp32: written, and read if there are earlier ones.
         merged = self._memory_us((8.0 if adds else 2.0) * dv, stage.rows) if self.is_staged else 0.0
         launches = np.where(stage.area > 0, self.rates.forward_us, 0.0)
-        tail = _with_tail(stage.rows * self.cost.num_heads_q / np.where(is_tall, 192.0, 128.0))
+        tail = self._with_tail(stage.rows * self.cost.num_heads_q / height)
         return flops * tail / (self.rates.forward_tflops * 1e6) + merged + launches
 
     def backward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
@@ -143,16 +136,18 @@ class _Steps(NamedTuple):
         rates, (dk, dv), packed = self.rates, self.cost.head_dims, self._packed(stage)
         separate = self._has_separate_dq(stage, packed)
         packed = np.where(separate, packed, 1.0)
-        block = _QUERY_BLOCK / packed
-        rows = stage.key_edges * (_KEY_TILE / 2) + stage.keys * (block / 2 + rates.tile_rows / packed)
-        columns = stage.row_edges * (_DQ_TILE / packed / 2) + stage.rows * (_DQ_BLOCK / 2 + rates.tile_columns)
+        kernels, block = self.kernels, self.kernels.query_block / packed
+        rows = stage.key_edges * (kernels.key_tile / 2) + stage.keys * (block / 2 + rates.tile_rows / packed)
+        columns = stage.row_edges * (kernels.dq_tile / packed / 2) + stage.rows * (
+            kernels.dq_block / 2 + rates.tile_columns
+        )
         # If dq has a kernel of its own, logits are computed twice.
         width = np.where(separate, 2.0 * dk + 2.0 * dv, 3.0 * dk + 2.0 * dv)
         queries = np.where(separate, (stage.area + columns) * (2.0 * dk + dv), 0.0)
         # Then a tile of keys processes all query heads of a key head; its SM may be busy longer than the others.
         heads = np.where(separate, self.cost.num_heads_kv, self.cost.num_heads_q)
-        longest = (stage.tallest + block / 2 + rates.tile_rows / packed) * (_KEY_TILE * _NUM_SMS) / heads
-        tail = _with_tail(stage.keys * heads / _KEY_TILE)
+        longest = (stage.tallest + block / 2 + rates.tile_rows / packed) * (kernels.key_tile * kernels.num_sms) / heads
+        tail = self._with_tail(stage.keys * heads / kernels.key_tile)
         products = np.maximum((stage.area + rows) * tail, longest) * width + queries * tail
         # dq is written, or added to; if it is accumulated in memory, the sums are also zeroed and read.
         gradient = (np.where(separate, 0.0, 8.0) + (8.0 if adds else 4.0 if self.is_staged else 2.0)) * dk
@@ -168,20 +163,19 @@ class _Steps(NamedTuple):
         keys, sum_bytes = stage.area / self.num_rows, 4 * self.num_rows * self.cost.num_heads_q * self.cost.head_dim
         some, single = (
             np.any([(sum_bytes >= many) & (keys < few) for many, few in limits], axis=0)
-            for limits in (thresholds.SEPARATE_DQ_PACKED, thresholds.SEPARATE_DQ)
+            for limits in (self.kernels.separate_dq_packed, self.kernels.separate_dq)
         )
         return np.where(packed > 1, some, single)
+
+    def _with_tail(self, items: np.ndarray) -> np.ndarray:
+        """Factor by which a kernel with this many items is slower than with perfectly divisible work."""
+        return 1 + self.kernels.tail * self.kernels.num_sms / np.maximum(items, 1.0)
 
     def ends_us(self, is_backward: bool) -> float:
         """Microseconds of work once in a pass: casts of sums, and in the backward row statistics."""
         dk, dv = self.cost.head_dims
         cast = 6.0 * (dk if is_backward else dv) if self.is_staged else 0.0
         return float(self._memory_us(cast + (4.0 * dv if is_backward else 0.0), self.num_rows))
-
-
-def _with_tail(items: np.ndarray) -> np.ndarray:
-    """Factor by which a kernel with this many items is slower than with perfectly divisible work."""
-    return 1 + _TAIL * _NUM_SMS / np.maximum(items, 1.0)
 
 
 def _transfer_us(received: np.ndarray, sent: np.ndarray, degree: int, rates: Rates, cost: CostModel) -> np.ndarray:

@@ -143,7 +143,7 @@ class Runtime:
         joined_bands: the mask over the keys of all stages (`attention.one_launch.joined_bands`); None until it is made.
         tables: of a prepared batch: tile plans on the device, kept alive by this reference.
         keep_stage_tables: of a prepared batch: adds the tables of the stages; None if there are no others.
-        mask_numbers: of a prepared batch: `backends.sm90.gated.MaskNumbers` of a forward and of a backward in one launch.
+        mask_numbers: of a prepared batch: `backends.base.StageTables.numbers`; else None.
         tail: of a static plan of several ranks: the rows after the fetched ones, to be zeroed; else None.
     """
 
@@ -153,7 +153,7 @@ class Runtime:
     joined_bands: np.ndarray | None = None
     tables: list[Any] = field(default_factory=list)
     keep_stage_tables: Callable[[], None] | None = None
-    mask_numbers: tuple[Any, Any] = (None, None)
+    mask_numbers: Any = None
     tail: Any = None
 
 

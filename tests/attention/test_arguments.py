@@ -105,6 +105,8 @@ def test_what_cannot_be_prepared_is_named(changed, message):
 
 def test_the_device_of_a_shape_may_be_named_by_text(monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr("megatron_magi.attention.prepared.hopper.takes", lambda device, *_: asked.append(device))
+    monkeypatch.setattr(
+        "megatron_magi.attention.prepared.table_backend", lambda _impl, device, *_: asked.append(device)
+    )
     assert AttnShape(4, 2, 8, 8, torch.bfloat16).kernels_for("cuda").num_sms is None
     assert asked == [torch.device("cuda")]

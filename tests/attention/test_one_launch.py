@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, prepare_batch
 from megatron_magi.backends.sm90 import gated, gated_backward, tuning
-from megatron_magi.backends.sm90.support import current_stream, work_counter
+from megatron_magi.backends.sm90.support import work_counter
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
+from megatron_magi.cuda.streams import current_stream
 from megatron_magi.mask import builders
 from megatron_magi.operands.merge import sink_gradient
 from megatron_magi.ops.slice_attention import slice_attention

@@ -405,9 +405,9 @@ def test_launches_like_those_of_the_batch_before_are_those_of_the_mask_itself(
         (call,) = plan.runtime.calls.values()
         # Passes that are alike are one object, which is kept.
         passes = [sorted(map(id, memo["memo"].values())) for both in call.hints for memo in both]
-        walks = {} if call.one_launch is None else dict(call.one_launch.walks)
+        walks = {} if call.program is None else dict(call.program.walks)
         # Dtypes of what they take, those of the gradients among them.
-        return passes, {key: [t and t.dtype for t in call.one_launch.makers.get(key).args[1]] for key in walks}
+        return passes, {key: [t and t.dtype for t in call.program.makers.get(key).args[1]] for key in walks}
 
     with fake_driver(monkeypatch):
         forms, last = set(), None

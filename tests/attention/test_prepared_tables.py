@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_magi.attention import one_launch, prepare_batch
+from megatron_magi.backends.registry import backend_that
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.prepare import MaskTables
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
@@ -17,6 +18,8 @@ from megatron_magi.mask import builders
 from megatron_magi.plan import make_plan
 from tests.attention.test_prepared import CPU, MASKS, SHAPE, attend, refuse
 from tests.ops.fake_driver import USE_STREAMS, fake_driver
+
+PROGRAMS = backend_that("programs", "ffa").programs
 
 
 def test_tables_are_waited_for_and_held_on_other_streams_than_that_of_their_copy(monkeypatch):
@@ -63,7 +66,7 @@ def test_launches_are_made_ready_for_the_stream_on_which_the_batch_comes(monkeyp
     def streams(plans):
         """Of launches in one list, and of others: those of the backward of wide heads."""
         (call,) = plans[0].runtime.calls.values()
-        return {key[0] for key in call.one_launch.walks}, {key[0] for _, _, memo, *_ in call._memos() for key in memo}
+        return {key[0] for key in call.program.walks}, {key[0] for _, _, memo, *_ in call._memos() for key in memo}
 
     with fake_driver(monkeypatch):
         current, held = [0], []
@@ -102,7 +105,7 @@ def test_passes_go_with_a_batch_only_where_it_brought_their_tables():
     for shape, brings in ((SHAPE, True), (SHAPE._replace(num_sms=None), False)):
         batch = prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, shape, config)
         batch.to(CPU)
-        assert one_launch.one_launch_of(batch.plans[0], "auto", CPU, lambda: None, {}).is_prepared == brings
+        assert one_launch.program_of(batch.plans[0], PROGRAMS, "auto", CPU, lambda: None, {}).is_prepared == brings
 
 
 def test_tables_are_those_of_a_deterministic_backward_also_where_torch_asks_for_it(monkeypatch):

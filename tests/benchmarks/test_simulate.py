@@ -9,11 +9,11 @@ import pytest
 import simulate
 from provenance import write_csv
 
+from megatron_magi.backends.sm90.cost import H100
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.plan import make_plan
 from megatron_magi.plan.plan import dispatch_from_chunks
-from megatron_magi.rates import H100
 
 NODE = replace(H100, ranks_per_node=2)
 MASK = builders.varlen(doc_lengths=(300, 20, 400, 304), causal=True)

@@ -12,13 +12,15 @@ import torch
 
 from megatron_magi import api
 from megatron_magi.__main__ import main
+from megatron_magi.backends.costs import RATES, rates_of
+from megatron_magi.backends.sm90.cost import H100
 from megatron_magi.calibration import calibration_file, kept, present_rates, with_present_rates
 from megatron_magi.calibration.fit import fit_kernels
 from megatron_magi.calibration.measure import masks
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig
 from megatron_magi.plan.counts import count
 from megatron_magi.plan.predict import kernels_us
-from megatron_magi.rates import H100, RATES, Rates, rates_of
+from megatron_magi.rates import Rates
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 

@@ -22,7 +22,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator
     """Lets CPU tensors pass for tensors on a Hopper GPU; yields the names of the kernels that are queued."""
     names: list[str] = []
     monkeypatch.setattr(support, "_is_hopper", lambda _device: True)
-    for module in (support, backward, gated, gated_backward, hopper):
+    for module in (support, backward, gated, gated_backward):
         monkeypatch.setattr(module, "sm_count", lambda _device: num_sms)
     monkeypatch.setattr(driver.Kernel, "launch", lambda self, *_: names.append(self.handle))
     monkeypatch.setattr(driver, "tensor_map", lambda *_: bytes(128))

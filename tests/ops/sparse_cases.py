@@ -8,7 +8,7 @@ import torch
 
 from megatron_magi.backends.reference import sparse as sparse_reference
 from megatron_magi.backends.sm90 import sparse as sparse_hopper
-from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
+from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 from tests.ops.ffa_cases import assert_as_good
 
 

@@ -5,13 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.backends.blocked import attention as blocked
-from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends import registry
 from megatron_magi.backends.sm90 import support as hopper_support
 from megatron_magi.mask import AttnMask
 from megatron_magi.operands.options import check_bands, make_options
 from megatron_magi.ops.slice_attention import slice_attention
-from megatron_magi.ops.slice_passes import IMPLS, resolve_impl, slice_attention_backward, slice_attention_forward
+from megatron_magi.ops.slice_passes import resolve_impl, slice_attention_backward, slice_attention_forward
 
 BANDS = AttnMask([(0, 6, 0, 5, 1)], 6, 5).bands
 
@@ -124,9 +123,9 @@ def test_a_mask_over_other_lengths_is_refused():
 
 
 def test_every_implementation_of_the_registry_can_be_asked_for_by_name():
-    for name, module in IMPLS.items():
-        assert resolve_impl(name, torch.zeros(1, 1, 8), torch.zeros(1, 1, 8)) is module
-        assert callable(module.forward) and callable(module.backward)
+    for name, backend in registry.BACKENDS.items():
+        assert resolve_impl(name, torch.zeros(1, 1, 8), torch.zeros(1, 1, 8)) is backend and backend.name == name
+        assert callable(backend.forward) and callable(backend.backward)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +137,10 @@ def test_every_implementation_of_the_registry_can_be_asked_for_by_name():
 )
 def test_auto_says_once_why_a_gpu_takes_the_slower_implementation(monkeypatch, caplog, dim, dtype, reason):
     monkeypatch.setattr(hopper_support, "_is_hopper", lambda _device: True)
-    hopper._warn_once.cache_clear()
+    registry._warn_once.cache_clear()
     t = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, shape=(5, 2, dim))
     for _ in range(2):
-        assert resolve_impl("auto", t, t) is blocked
+        assert resolve_impl("auto", t, t).name == "torch"
     (record,) = caplog.records
     assert re.search(f"falls back .*{reason}", record.getMessage())
 
@@ -149,9 +148,9 @@ def test_auto_says_once_why_a_gpu_takes_the_slower_implementation(monkeypatch, c
 def test_auto_says_nothing_where_the_kernels_compute_or_there_is_no_gpu(monkeypatch, caplog):
     monkeypatch.setattr(hopper_support, "_is_hopper", lambda device: device.type == "cuda")
     t = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(5, 2, 128))
-    assert resolve_impl("auto", t, t) is hopper
+    assert resolve_impl("auto", t, t).name == "ffa"
     t.device = torch.device("cpu")
-    assert resolve_impl("auto", t, t) is blocked
+    assert resolve_impl("auto", t, t).name == "torch"
     assert not caplog.records
 
 

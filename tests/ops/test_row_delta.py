@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_magi.attention import distributed_attention
-from megatron_magi.backends.blocked import attention as blocked
-from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.base import Backend
+from megatron_magi.backends.registry import BACKENDS
 from megatron_magi.config import AttendConfig, MagiConfig
 from megatron_magi.mask import builders
 from megatron_magi.ops.slice_attention import slice_attention
@@ -27,8 +27,8 @@ def test_an_output_of_zero_counts_as_zero_whatever_its_gradient_is():
 
 
 def test_the_hopper_kernels_bring_their_own():
-    assert hopper.row_delta is not None
-    assert getattr(blocked, "row_delta", None) is None
+    assert BACKENDS["ffa"].row_delta is not Backend.row_delta
+    assert BACKENDS["torch"].row_delta is Backend.row_delta
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -50,7 +50,7 @@ def test_both_operators_use_the_kernel_of_their_implementation(monkeypatch, dist
         calls.append(out.shape)
         return (dout * out).sum(-1)
 
-    monkeypatch.setattr(blocked, "row_delta", kernel, raising=False)
+    monkeypatch.setattr(type(BACKENDS["torch"]), "row_delta", staticmethod(kernel))
     for got, grad in zip(grads(), expected, strict=True):
         torch.testing.assert_close(got, grad)
     assert calls == [(20, 4, 8)]

@@ -8,8 +8,8 @@ import torch
 from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.sparse_lists import lists_of, lists_of_mask, lists_of_queries
+from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
-from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 from tests.gpu_memory import needs_gigabytes
 from tests.ops.sparse_cases import (
     check_backward,

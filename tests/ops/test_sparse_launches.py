@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_magi.backends import registry
 from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.backends.sm90 import sparse_backward, sparse_kernels, sparse_lists, support, tuning
 from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.cuda.driver import Kernel
+from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
-from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 from tests.ops.fake_driver import fake_driver
 
 
@@ -137,9 +138,8 @@ def test_head_dims_of_other_kernels_are_refused_by_name_and_left_to_the_definiti
         )
     assert not launched
     like = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(100, 8, dim))
-    assert not sparse_hopper.is_supported(like, like)
-    sparse_hopper._warn_once.cache_clear()
-    sparse_hopper.say_why_not(like, like)
+    registry._warn_sparse_once.cache_clear()
+    assert registry.choose_sparse("auto", like.device, like.dtype, (dim, dim)) is registry.SPARSE["reference"]
     assert "falls back" in caplog.text and "use 'reference'" in caplog.text
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.backends.sm90 import tuning
-from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
+from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 from tests.ops.sparse_cases import (
     Case,
     check_backward,

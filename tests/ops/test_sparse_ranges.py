@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_magi.backends.registry import SPARSE
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
 from megatron_magi.operands.options import AttnOptions
@@ -83,7 +84,7 @@ def like(num_tokens, heads, dim=128):
     ],
 )
 def test_sparse_kernels_get_what_fills_their_tiles_better(monkeypatch, heads, q_block, k_block, options, taken):
-    monkeypatch.setattr(sparse_ranges.sparse_hopper, "is_supported", lambda *_: True)
+    monkeypatch.setattr(sparse_ranges, "fast_sparse", lambda *_: SPARSE["ffa"])
     mask = np.random.default_rng(0).random((32, 1024 // k_block)) < 0.5
     rows = len(mask) * q_block
     table = block_table(mask, q_block, k_block, rows, 1024)
@@ -97,7 +98,7 @@ def test_sparse_kernels_get_what_fills_their_tiles_better(monkeypatch, heads, q_
 
 
 def test_lists_of_single_keys_of_very_different_lengths_are_not_padded(monkeypatch):
-    monkeypatch.setattr(sparse_ranges.sparse_hopper, "is_supported", lambda *_: True)
+    monkeypatch.setattr(sparse_ranges, "fast_sparse", lambda *_: SPARSE["ffa"])
     found = []
     for longest in (30, 1001):
         mask = np.zeros((200, 1001), dtype=bool)
@@ -109,7 +110,7 @@ def test_lists_of_single_keys_of_very_different_lengths_are_not_padded(monkeypat
 
 
 def test_patterns_that_are_kept_are_bounded_by_the_memory_of_their_lists(monkeypatch):
-    monkeypatch.setattr(sparse_ranges.sparse_hopper, "is_supported", lambda *_: True)
+    monkeypatch.setattr(sparse_ranges, "fast_sparse", lambda *_: SPARSE["ffa"])
     lists, patterns = LruCache(10_000, 256), LruCache(10_000, 256)
     monkeypatch.setattr(sparse_ranges, "_lists", lists)
     monkeypatch.setattr(sparse_ranges, "_patterns", patterns)

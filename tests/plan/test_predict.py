@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi import thresholds
 from megatron_magi.backends.sm90 import choices, kernels
+from megatron_magi.backends.sm90.cost import H100, KERNELS
 from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
@@ -21,7 +21,6 @@ from megatron_magi.plan.balance import candidates, fastest, predictions
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.counts import Counts, count
 from megatron_magi.plan.partition import areas_by_place, partition
-from megatron_magi.rates import H100
 
 from .test_plan import LONG, masks, uneven_lengths
 
@@ -165,11 +164,11 @@ def test_stages_of_one_launch_are_predicted_as_one() -> None:
         assert at_once.degree == staged.degree == 4
         assert at_once.backward_us < staged.backward_us and at_once.step_us < staged.step_us
         # More than two ranks that fetch much go by stages in the forward.
-        is_small = counts.received.sum(axis=0).max() * cost.row_bytes <= predict.MOST_FORWARD_BYTES
+        is_small = counts.received.sum(axis=0).max() * cost.row_bytes <= KERNELS.most_forward_bytes
         assert is_small == (heads_kv == 1)
         assert at_once.forward_us < staged.forward_us if is_small else at_once.forward_us == staged.forward_us
     two = count(mask, bounds, rank % 2, 2, 8)
-    assert two.received.sum(axis=0).max() * OVERLAP.cost.row_bytes > predict.MOST_FORWARD_BYTES
+    assert two.received.sum(axis=0).max() * OVERLAP.cost.row_bytes > KERNELS.most_forward_bytes
     staged, at_once = (predict.predict(two, 32768, H100, replace(overlap, one_launch=one)) for one in (False, True))
     assert at_once.forward_us < staged.forward_us
     kept = replace(overlap, hide_tail_reduce=True)  # stages follow each other
@@ -381,6 +380,6 @@ def test_rates_change_the_plan_of_a_named_algorithm_in_nothing() -> None:
 
 
 def test_predictions_go_by_the_tiles_of_the_kernels() -> None:
-    assert thresholds.TALL_TILE_KEYS[128, 128][0] == 0  # tiles of packed heads are tall
-    assert (predict._KEY_TILE, predict._QUERY_BLOCK) == choices.WHOLE_TILE
-    assert kernels.QUERIES_WIDTH[128, 128] == predict._DQ_BLOCK
+    assert KERNELS.tall_tile_keys[128, 128][0] == 0  # tiles of packed heads are tall
+    assert (KERNELS.key_tile, KERNELS.query_block) == choices.WHOLE_TILE
+    assert kernels.QUERIES_WIDTH[128, 128] == KERNELS.dq_block

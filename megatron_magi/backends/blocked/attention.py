@@ -22,8 +22,6 @@ from megatron_magi.operands.merge import accumulate_dtype, merge_, merge_sink_
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 
-TAKES_MEMO = False
-
 
 @torch.no_grad()
 def forward(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.operands.merge import accumulate_dtype
-from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
+from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 
 def multiplicity(pattern: SparsePattern, num_rows: int, num_keys: int) -> Tensor:
@@ -33,6 +33,16 @@ def _count_entries(tensors: tuple[Tensor, ...], rows: int, columns: int) -> Tens
     inside = inside & (entries >= 0) & (entries < columns)
     counts = entries.new_zeros((entries.shape[0], rows, columns + 1))
     return counts.scatter_add_(2, entries.where(inside, columns), inside.long())[..., :columns]
+
+
+def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    """It takes all tensors."""
+
+
+def packed_heads(group: int) -> int:
+    """It has no tiles."""
+    del group
+    return 1
 
 
 def forward(

@@ -7,15 +7,15 @@ buffers. Row statistics and sums are fp32. Values must be finite, also of hidden
 
 from __future__ import annotations
 
-import logging
 from collections.abc import MutableMapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.base import is_changing
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.backward import SharedSums, backward
 from megatron_magi.backends.sm90.backward_ends import row_delta
@@ -27,7 +27,6 @@ from megatron_magi.backends.sm90.plan import Tiling
 from megatron_magi.backends.sm90.prepare import masks_meet
 from megatron_magi.backends.sm90.support import (
     check_support,
-    current_stream,
     grid_size,
     in_dtype,
     kernels_exist,
@@ -35,12 +34,11 @@ from megatron_magi.backends.sm90.support import (
     problem_of,
     row_work,
     seen_rows,
-    sm_count,
-    why_not,
 )
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Numbers, prepared
 from megatron_magi.cuda.layout import Layout
+from megatron_magi.cuda.streams import current_stream
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.options import AttnOptions
@@ -50,16 +48,10 @@ __all__ = [
     "SharedSums",
     "backward",
     "forward",
-    "is_supported",
+    "one_launch",
     "row_delta",
-    "say_why_not",
-    "sm_count",
-    "takes",
+    "sums_meet",
 ]
-
-logger = logging.getLogger(__name__)
-
-TAKES_MEMO = True
 
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 _MAX_BANDS_BYTES = 256 << 20  # of host memory
@@ -82,7 +74,7 @@ def one_launch(
     found = _one_launches.get(key)
     if found is None:
         dims = q.shape[2], v.shape[2]
-        is_other = kernel_dims(dims) != dims or not takes(q.device, q.dtype, dims) or hopper_plan.is_static(bands)
+        is_other = kernel_dims(dims) != dims or not kernels_exist(q.device, q.dtype, dims) or is_changing(bands)
         if is_other or not q.shape[0] or not k.shape[0]:
             return None
         makers = _makers.get(kind)
@@ -268,30 +260,9 @@ class _Pass:
         return True
 
 
-def is_supported(q: Tensor, v: Tensor) -> bool:
-    """Whether both passes take tensors like these."""
-    return takes(q.device, q.dtype, (q.shape[2], v.shape[2]))
-
-
-def takes(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bool:
-    """Whether both passes take tensors on a device, of a dtype and with head dims (qk, v)."""
-    return kernels_exist(device, dtype, dims)
-
-
 def sums_meet(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[np.ndarray], num_keys: Sequence[int], options) -> bool:
     """Whether backward passes over several stages, with ``bands`` and ``num_keys`` of each, share the sums of dq."""
-    if not is_supported(q, v):
+    if not kernels_exist(q.device, q.dtype, (q.shape[2], v.shape[2])):
         return False
     problems = [problem_of(q, k, v)._replace(num_keys=count) for count in num_keys]
     return masks_meet(bands, problems, options.deterministic)
-
-
-def say_why_not(q: Tensor, v: Tensor) -> None:
-    """Logs why a slower implementation is used for tensors on a GPU, each reason once."""
-    _warn_once(q.device, q.dtype, (q.shape[2], v.shape[2]))
-
-
-@cache
-def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    reason = why_not(device, dtype, dims)
-    logger.warning("attention falls back to the blocked implementation, which is slower: %s", reason)

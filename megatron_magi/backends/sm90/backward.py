@@ -37,18 +37,17 @@ from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, Tiling
 from megatron_magi.backends.sm90.support import (
     LOG2_E,
     check_support,
-    current_stream,
     in_dtype,
     loadable,
     may_overlap,
     problem_of,
     seen_rows,
     sm_count,
-    stream_lock,
 )
 from megatron_magi.backends.sm90.tiles import UNIT
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
 from megatron_magi.cuda.layout import Layout
+from megatron_magi.cuda.streams import current_stream, stream_lock
 from megatron_magi.lru import LruCache
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, Gradients

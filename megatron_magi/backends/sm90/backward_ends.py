@@ -21,8 +21,9 @@ from megatron_magi.backends.sm90.params import (
     PrepareParams,
     RowDeltaParams,
 )
-from megatron_magi.backends.sm90.support import check_support, current_stream, in_dtype, loadable
+from megatron_magi.backends.sm90.support import check_support, in_dtype, loadable
 from megatron_magi.cuda.launch import Launch, prepared
+from megatron_magi.cuda.streams import current_stream
 from megatron_magi.operands.merge import row_products
 
 _SUMS_ALIGNMENT = 32  # floats: a cache line

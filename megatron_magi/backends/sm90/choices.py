@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_magi import thresholds
 from megatron_magi.backends.sm90 import kernels as hopper_kernels
 from megatron_magi.backends.sm90 import tuning
+from megatron_magi.backends.sm90.cost import KERNELS
 
 WHOLE_TILE = (128, 64)
 """Keys of a tile, queries of a block, of the kernel that computes dk, dv and possibly dq."""
@@ -98,8 +98,8 @@ def packed_heads(facts: MaskFacts, num_rows: int, group: int) -> int:
     The tile then has fewer queries by this factor. Tiles end where runs of rows end, so with short runs, tiles of
     several heads are filled better.
     """
-    short = facts.runs > 1 and num_rows < thresholds.SHORT_ROWS * facts.runs
-    return math.gcd(group, thresholds.MOST_PACKED_HEADS) if short else 1
+    short = facts.runs > 1 and num_rows < KERNELS.short_rows * facts.runs
+    return math.gcd(group, KERNELS.most_packed_heads) if short else 1
 
 
 def forward_tiles(facts: MaskFacts, problem: Problem) -> RowTiles:
@@ -163,7 +163,7 @@ def sums_pay(facts: MaskFacts, problem: Problem, packed: int) -> bool:
     do not fit in the L2 cache. ``packed``: query heads that would share a tile in the separate kernel.
     """
     keys, sum_bytes = facts.area / problem.num_rows, 4 * problem.num_rows * problem.num_heads * problem.dims[0]
-    limits = thresholds.SEPARATE_DQ_PACKED if packed > 1 else thresholds.SEPARATE_DQ if problem.dims[0] == 128 else ()
+    limits = KERNELS.separate_dq_packed if packed > 1 else KERNELS.separate_dq if problem.dims[0] == 128 else ()
     if packed > 1 and facts.intervals >= tuning.SCATTERED_INTERVALS:
         limits = (*limits, tuning.SEPARATE_DQ_SCATTERED)
     return all(sum_bytes < many or keys >= few for many, few in limits)

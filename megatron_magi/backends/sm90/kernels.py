@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from megatron_magi import thresholds
+from megatron_magi.backends.sm90.cost import KERNELS
 from megatron_magi.cuda import build as hopper_build
 from megatron_magi.cuda import driver as hopper_driver
 from megatron_magi.cuda.driver import Kernel
@@ -63,7 +63,7 @@ def element(dtype: torch.dtype) -> str:
 def forward_tile(dims: tuple[int, int], keys: float, packed: int) -> tuple[int, int]:
     """The best of `FORWARD_TILES` for queries that see ``keys`` keys on average, with ``packed`` heads."""
     tiles = FORWARD_TILES[dims]
-    return tiles[-1 if len(tiles) > 1 and keys >= thresholds.TALL_TILE_KEYS[dims][packed == 1] else 0]
+    return tiles[-1 if len(tiles) > 1 and keys >= KERNELS.tall_tile_keys[dims][packed == 1] else 0]
 
 
 def _forward_stages(tile: tuple[int, int]) -> int:

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from megatron_magi import thresholds
 from megatron_magi.backends.sm90 import kernels as hopper_kernels
+from megatron_magi.backends.sm90.cost import KERNELS
 from megatron_magi.backends.sm90.kernels import element, source_of
 
 
@@ -54,7 +54,7 @@ def needed_kernels(
         found.append(("finish_dq", hopper_kernels.finish_dq_macros(dtype, dims[0], gated)))
         if group > 1:  # only query heads that share a key head are split
             found.append(("finish_keys", hopper_kernels.finish_keys_macros(dtype, dims[0], gated)))
-    packs = math.gcd(group, thresholds.MOST_PACKED_HEADS) > 1
+    packs = math.gcd(group, KERNELS.most_packed_heads) > 1
     if whole and (deterministic or packs or dims[0] == 128):  # as in `choices.sums_pay`
         found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, False, gated)))
         found.append(("backward_queries", hopper_kernels.queries_macros(dtype, dims, softcap, gated)))

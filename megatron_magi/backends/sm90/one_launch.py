@@ -9,20 +9,22 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import numpy as np
 import torch
 
+from megatron_magi.backends.base import KeyTransfer, StepMover
 from megatron_magi.backends.sm90 import gated, gated_backward
 from megatron_magi.backends.sm90.kernels import WHOLE_DIMS
 from megatron_magi.backends.sm90.plan import DevicePlan
-from megatron_magi.backends.sm90.stream_calls import CallsForm, StepMover, StreamCalls, brought
-from megatron_magi.backends.sm90.support import current_stream, in_dtype, loadable
+from megatron_magi.backends.sm90.stream_calls import CallsForm, StreamCalls, brought
+from megatron_magi.backends.sm90.support import in_dtype, loadable
 from megatron_magi.cuda.arriving import Arriving, part_rows
-from megatron_magi.cuda.call_list import Place, Step
+from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.layout import Layout
+from megatron_magi.cuda.streams import current_stream
 from megatron_magi.lru import LruCache, Use
 from megatron_magi.operands.merge import sink_lse
 from megatron_magi.operands.options import AttnOptions
@@ -37,39 +39,6 @@ _GRADIENTS = ("dk", 0), ("dv", 0)
 
 
 _new_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
-
-
-class Remote(Protocol):
-    """Communication of keys and values with other ranks. All methods are collective."""
-
-    @property
-    def num_recv(self) -> int:
-        """Rows that arrive."""
-
-    def forward_pays(self, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Whether the forward is one launch where the backward is; the same on all ranks."""
-
-    def published(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensor, or a copy whose rows other ranks can read."""
-
-    def announced(
-        self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: tuple[Place, Place]
-    ) -> tuple[StepMover, Arriving] | None:
-        """The kernel that publishes keys and values and fetches those of other ranks; None, on all ranks, if rows of
-        this layout must be transferred otherwise.
-
-        Args:
-            tensors, into: layouts of the own tensors, and of the fetched ones.
-            sources, places: their addresses.
-        """
-
-    def returned(
-        self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: Sequence[Place]
-    ) -> Step | None:
-        """The kernel that sends gradients of fetched keys back and adds received ones to ``into``; None likewise."""
-
-    def give_back(self, tensors: list[torch.Tensor], into: list[torch.Tensor]) -> None:
-        """The same as a call, if there is no such kernel."""
 
 
 class _Walk:
@@ -141,7 +110,7 @@ class OneLaunch:
     bands: np.ndarray
     num_keys: int
     makers: LruCache[tuple, Maker]
-    remote: Remote | None = None
+    remote: KeyTransfer | None = None
     is_prepared: bool = False
     numbers: tuple[gated.MaskNumbers | None, gated.MaskNumbers | None] = (None, None)
     walks: WeakValueDictionary[tuple, _Walk] = field(default_factory=WeakValueDictionary)
@@ -210,7 +179,8 @@ class OneLaunch:
         partial: torch.dtype,
         wants_delta: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """Gradients of q, in its dtype, and of k and v, in dtype ``partial``, and delta; None as in `forward`.
+        """Gradients of q, in its dtype, and of k and v, in dtype ``partial``, and delta; None as in `forward`,
+        or for head dims whose backward runs in stages.
 
         Args:
             dout: of any float dtype.
@@ -222,6 +192,8 @@ class OneLaunch:
             wants_delta: also return ``rowsum(dout * out)``, fp32 ``[num_rows, num_heads]``.
         """
         q, k, v = qkv
+        if not backward_pays((q.shape[2], v.shape[2])):
+            return None
         stream, dout = current_stream(q.device), in_dtype(dout, q.dtype)
         key, rows_k, rows_v = self._backward_key(stream, (q, k, v, dout, out, lse), wants_delta), k, v
         walk = self._direct(key, (q, k, v, dout, out))

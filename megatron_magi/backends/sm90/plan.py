@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
+from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_magi.backends.base import Ready, is_changing
 from megatron_magi.backends.sm90 import native, tuning
 from megatron_magi.backends.sm90 import schedule as hopper_schedule
 from megatron_magi.backends.sm90 import tiles as hopper_tiles
@@ -32,36 +33,6 @@ _prepared: WeakValueDictionary[tuple, DevicePlan] = (
 )  # plans of prepared batches, as long as these live
 _digests: FrozenMemo[bytes] = FrozenMemo()
 _facts: LruCache[bytes, MaskFacts] = LruCache(0, _MAX_PLANS)
-
-
-class ChangingMask(Protocol):
-    """A mask that changes while its tables stay at fixed addresses in device memory, see `static_plan`.
-
-    Attributes:
-        digest: identifies this object, independent of its current mask.
-        facts: used to choose kernels.
-    """
-
-    digest: bytes
-    facts: MaskFacts
-
-    def plan(self, tiling: Tiling) -> DevicePlan:
-        """Its tables for a tiling."""
-
-
-class StaticBands(np.ndarray):
-    """Represents the bands of a mask that changes; as an array it is one band over all rows and keys.
-
-    Attributes:
-        mask: the mask whose tables are read; None in arrays derived from this one.
-    """
-
-    mask: Any = None  # a ChangingMask
-
-
-def is_static(bands: np.ndarray) -> TypeGuard[StaticBands]:
-    """Whether ``bands`` represents a mask that changes."""
-    return isinstance(bands, StaticBands) and bands.mask is not None
 
 
 ScheduleKey = tuple[int, int, int, int, bool]
@@ -130,18 +101,6 @@ class HostPlan:
             return made
         first, *_, lead = self.arriving
         return hopper_schedule.local_first(made, self.costs, group, self.starts < first, lead)
-
-
-class Ready(NamedTuple):
-    """Completion of a copy of tables to the device.
-
-    Attributes:
-        event: recorded on the stream after the copy.
-        stream: raw handle; work on this stream needs no event, and stream order keeps the memory valid for it.
-    """
-
-    event: torch.cuda.Event
-    stream: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,7 +268,7 @@ def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> 
 
 def content_digest(bands: np.ndarray) -> bytes:
     """Digest of a table; cached for read-only tables."""
-    if is_static(bands):
+    if is_changing(bands):
         return bands.mask.digest
     digest = _digests.get(bands)
     if digest is None:
@@ -320,7 +279,7 @@ def content_digest(bands: np.ndarray) -> bytes:
 
 def mask_facts(bands: np.ndarray) -> MaskFacts:
     """Facts of a mask, cached."""
-    if is_static(bands):
+    if is_changing(bands):
         return bands.mask.facts
     digest = content_digest(bands)
     facts = _facts.get(digest)
@@ -353,7 +312,7 @@ def remember(bands: np.ndarray, digest: bytes, facts: MaskFacts) -> None:
 
 def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> DevicePlan:
     """The plan of a mask on a device, from the cache or made."""
-    if is_static(bands):
+    if is_changing(bands):
         return bands.mask.plan(tiling)
     key = (content_digest(bands), tiling, device.index)
     plan = _prepared.get(key) or _plans.get(key)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from megatron_magi.backends.base import Ready, StageMasks, StageTables, TableUse
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.choices import (
     BackwardChoice,
@@ -20,6 +21,7 @@ from megatron_magi.backends.sm90.choices import (
     Problem,
     backward_choice,
     forward_tiles,
+    make_problem,
     most_split,
     most_split_at_once,
     query_tiles,
@@ -34,8 +36,10 @@ from megatron_magi.backends.sm90.gated import (
     seen_numbers,
 )
 from megatron_magi.backends.sm90.gated_backward import backward_numbers
-from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, Ready, Tiling
+from megatron_magi.backends.sm90.one_launch import backward_pays
+from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
 from megatron_magi.backends.sm90.schedule import Schedule
+from megatron_magi.operands.merge import accumulate_dtype
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,11 @@ class MaskTables:
         """Number of arrays that are copied to the device."""
         return len(self.plans) + len(self.schedules)
 
+    @property
+    def num_plans(self) -> int:
+        """Number of plans, each of which keeps the copied memory alive."""
+        return len(self.plans)
+
     def keep(
         self, bands: np.ndarray, tensors: Sequence[Tensor], ready: Ready | None, plan_bytes: int
     ) -> list[DevicePlan]:
@@ -113,6 +122,60 @@ def facts_meet(facts: Sequence[MaskFacts], problems: Sequence[Problem], determin
         return False
     chosen = [backward_choice(f, p, deterministic) for f, p in zip(facts, problems, strict=True)]
     return sums_meet(chosen, problems)
+
+
+def make_stage_tables(masks: StageMasks, use: TableUse) -> StageTables:
+    """Tables of a plan's masks, on the CPU; see `megatron_magi.backends.base.HostTables`."""
+    problems = [make_problem(masks.num_rows, count, *use.num_heads, use.dims) for count in masks.num_keys]
+    facts = [hopper_plan.mask_facts(bands) for bands in masks.bands] if masks.facts is None else masks.facts
+    meet = use.needs_backward and facts_meet(facts, problems, use.deterministic)
+    at_once = None
+    if masks.is_fused and use.needs_backward and backward_pays(use.dims):
+        at_once = _backward_use(masks, use, problems[0], True, meet=True)  # it writes dq in its dtype
+    shapes = _pass_shapes(masks, use, problems[0])
+    tables, arrays = [], []
+    for stage, (bands, problem) in enumerate(zip(masks.bands, problems, strict=True)):
+        writes_dq = stage == masks.first_backward == 0
+        backward = _backward_use(masks, use, problem, writes_dq, meet) if use.needs_backward else None
+        if stage == 0 and at_once is not None and not masks.num_fetched:
+            backward = replace(backward, rooms=(*backward.rooms, *at_once.rooms))  # of a rank that fetches nothing
+        of_own = shapes if stage == 0 and shapes is not None and not shapes.forward.num_arriving else None
+        table, made = make_tables(bands, problem, backward, use.planner, facts[stage], of_own)
+        tables.append(table)
+        arrays += made
+    seldom, numbers = None, tables[0].numbers
+    if masks.is_fused:
+        assert masks.joined is not None and shapes is not None
+        table, made = make_gated_tables(masks.joined, shapes, at_once, use.planner)
+        if table.plans:
+            seldom, tables, arrays = tuple(tables), [table], [*made, *arrays]
+            numbers = table.numbers
+        else:
+            tables.append(table)
+    return StageTables(tuple(tables), arrays, seldom, masks.is_fused, numbers)
+
+
+def _pass_shapes(masks: StageMasks, use: TableUse, problem: Problem) -> PassShapes | None:
+    """Shapes of passes in one launch each; None if no pass is. ``problem``: of this rank's own keys."""
+    if not masks.is_fused and not masks.is_alone:
+        return None
+    forward = PassShape(
+        problem._replace(num_keys=masks.num_rows + masks.num_fetched), masks.num_fetched, use.num_sms,
+        use.sm_margins[0], use.deterministic,
+    )  # fmt: skip
+    backward = forward._replace(sm_margin=use.sm_margins[1])
+    return PassShapes(forward, backward if use.needs_backward and backward_pays(use.dims) else None)
+
+
+def _backward_use(masks: StageMasks, use: TableUse, problem: Problem, writes_dq: bool, meet: bool) -> BackwardUse:
+    """How the backward of a stage will be called; ``meet``: stages share their sums of dq."""
+    dtype = accumulate_dtype(use.dtype) if use.accumulates and not meet else use.dtype
+    dq_bytes = masks.num_rows * use.num_heads[0] * problem.dims[0] * dtype.itemsize
+    return BackwardUse(
+        deterministic=use.deterministic,
+        num_sms=max(1, use.num_sms - use.sm_margins[1]),
+        rooms=(dq_bytes if writes_dq or meet else None,),
+    )
 
 
 def make_tables(

@@ -5,9 +5,6 @@ Takes fp16 and bf16, head dims 64 and 128. Lists are never copied to the host.
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -17,45 +14,35 @@ from megatron_magi.backends.sm90.sparse_lists import lists_of
 from megatron_magi.backends.sm90.sparse_params import SparseForwardParams
 from megatron_magi.backends.sm90.support import (
     LOG2_E,
-    current_stream,
     in_dtype,
     kernels_exist,
     launch_counter,
     sm_count,
-    why_not,
 )
+from megatron_magi.backends.sm90.support import why_not as why_no_kernels
 from megatron_magi.cuda.launch import Launch, prepared
-from megatron_magi.ops.sparse_pattern import SparsePattern
-
-logger = logging.getLogger(__name__)
-
-
-def is_supported(q: Tensor, v: Tensor) -> bool:
-    """Whether both passes take tensors like these."""
-    dims = (q.shape[2], v.shape[2])
-    return dims in kernels.DIMS and kernels_exist(q.device, q.dtype, dims)
+from megatron_magi.cuda.streams import current_stream
+from megatron_magi.operands.sparse_pattern import SparsePattern
 
 
-def say_why_not(q: Tensor, v: Tensor) -> None:
-    """Logs why the reference is used for tensors on a GPU, each reason once."""
-    _warn_once(q.device, q.dtype, (q.shape[2], v.shape[2]))
-
-
-@cache
-def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    logger.warning("sparse attention falls back to the dense definition: %s", _why_not(device, dtype, dims))
-
-
-def _why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str:
+def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
+    """The reason why there are no kernels for such tensors; None if there are."""
     if not kernels_exist(device, dtype, kernels.DIMS[0]):
-        return why_not(device, dtype, kernels.DIMS[0], "'reference', which takes the memory of dense logits")
+        return why_no_kernels(device, dtype, kernels.DIMS[0], "'reference', which takes the memory of dense logits")
+    if dims in kernels.DIMS:
+        return None
     known = " and ".join(str(dim) for dim, _ in kernels.DIMS)
     return f"q, v: sparse impl 'ffa' takes head dims {known}, got {dims[0]} (q, k) and {dims[1]} (v); use 'reference'"
 
 
 def _check_support(q: Tensor, v: Tensor) -> None:
-    if not is_supported(q, v):
-        raise ValueError(_why_not(q.device, q.dtype, (q.shape[2], v.shape[2])))
+    if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
+        raise ValueError(reason)
+
+
+def packed_heads(group: int) -> int:
+    """Heads of a group whose rows share a tile."""
+    return kernels.heads_of_tile(group, 2)
 
 
 def forward(
@@ -68,7 +55,7 @@ def forward(
     sink_lse: Tensor | None,
     return_max_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(out, lse, max_logits)`` of checked arguments; see `sparse_reference.forward`.
+    """``(out, lse, max_logits)`` of checked arguments; see `megatron_magi.backends.reference.sparse.forward`.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.

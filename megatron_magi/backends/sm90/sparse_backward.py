@@ -24,9 +24,10 @@ from megatron_magi.backends.sm90.sparse_params import (
     SparseKeysParams,
     SparseStatsParams,
 )
-from megatron_magi.backends.sm90.support import LOG2_E, current_stream, grid_size, launch_counter, sm_count
+from megatron_magi.backends.sm90.support import LOG2_E, grid_size, launch_counter, sm_count
 from megatron_magi.cuda.launch import Launch, prepared
-from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
+from megatron_magi.cuda.streams import current_stream
+from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v and dout."""

@@ -13,7 +13,7 @@ from megatron_magi.backends.sm90.sparse_params import SparseTiles
 from megatron_magi.backends.sm90.support import loadable
 from megatron_magi.cuda import build, driver
 from megatron_magi.cuda.driver import Kernel
-from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
+from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 DIMS = ((64, 64), (128, 128))
 PIECE = 64

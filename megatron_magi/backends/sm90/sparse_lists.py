@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megatron_magi.backends.sm90.sparse_kernels import small_kernel
 from megatron_magi.backends.sm90.sparse_params import SparseListsParams, SparseTiles, SparseTurnParams
-from megatron_magi.backends.sm90.support import current_stream, launch_counter
+from megatron_magi.backends.sm90.support import launch_counter
 from megatron_magi.cuda.launch import Launch, prepared
-from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
+from megatron_magi.cuda.streams import current_stream
+from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 _LISTS_OF_BLOCK = 8  # of threads
 _CHUNKS = 264  # of all lists, at most, but one a list: two for each SM

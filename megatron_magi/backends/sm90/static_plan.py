@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.base import ChangingBands, copy_tables, refuse_capture
 from megatron_magi.backends.sm90 import plan as hopper_plan
-from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, StaticBands, Tiling
+from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
 from megatron_magi.backends.sm90.support import COUNTER_BYTES
-from megatron_magi.capture import is_capturing
 from megatron_magi.mask import bands as bd
 
 _NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner")
@@ -130,7 +130,8 @@ class StaticMask:
         headroom: capacity as a multiple of the longest tables of these masks, at least 1.
 
     Attributes:
-        digest, facts: see `hopper_plan.ChangingMask`.
+        backend, facts: see `megatron_magi.backends.base.ChangingMask`.
+        digest: identifies this object, independent of its current mask.
         memory: as given.
     """
 
@@ -144,6 +145,7 @@ class StaticMask:
         headroom: float,
     ) -> None:
         typical = next((bands for bands, _ in samples if len(bands)), samples[0][0])
+        self.backend = "ffa"
         self.digest, self.facts = os.urandom(16), hopper_plan.mask_facts(typical)
         self.memory = memory
         self._samples, self._now = samples, samples[0]
@@ -151,11 +153,11 @@ class StaticMask:
         self._shape = num_rows, most_keys
         self._plans: dict[Tiling, _StaticPlan] = {}
 
-    def as_bands(self) -> StaticBands:
+    def as_bands(self) -> ChangingBands:
         """The bands that represent this mask in calls; they keep it alive."""
         num_rows, num_keys = self._shape
         everything = [[0, num_rows, 0, num_keys, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]]
-        bands = np.array(everything, dtype=np.int64).view(StaticBands)
+        bands = np.array(everything, dtype=np.int64).view(ChangingBands)
         bands.mask = self
         bands.setflags(write=False)
         return bands
@@ -232,26 +234,8 @@ class StaticMask:
         return tables
 
     def _copy(self, tables: Sequence[Table]) -> None:
-        copy(tables)
+        copy_tables(tables)
         self.memory.send()
-
-
-def refuse_capture(device: torch.device) -> None:
-    """Raises RuntimeError while a graph is captured."""
-    if is_capturing(device):
-        raise RuntimeError("tables of a mask are set before a graph is captured: run the same calls once before")
-
-
-def copy(tables: Sequence[Table]) -> None:
-    """Copies the tables on the current stream, in one or two launches for each dtype."""
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for source, target in tables:
-        if length := source.shape[0]:
-            targets, sources = by_dtype.setdefault(source.dtype, ([], []))
-            targets.append(target[:length])
-            sources.append(source)
-    for targets, sources in by_dtype.values():
-        torch._foreach_copy_(targets, sources)
 
 
 def _parts(plan: DevicePlan) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 
-from megatron_magi.backends.sm90.support import stream_lock
+from megatron_magi.backends.base import StepMover
 from megatron_magi.cuda.call_list import CallList, Step
-
-
-class StepMover(Protocol):
-    """Launches lists of calls that contain its kernels, which transfer rows between ranks, and orders these."""
-
-    def version(self) -> tuple:
-        """Changes when steps become invalid."""
-
-    def queue(self, calls: CallList, raw: int, *addresses: int) -> None:
-        """Launches a list on the current stream, whose handle is ``raw``."""
+from megatron_magi.cuda.streams import stream_lock
 
 
 class CallsForm(NamedTuple):

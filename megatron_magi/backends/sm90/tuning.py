@@ -1,7 +1,7 @@
 """Fitted constants: thresholds and costs from measurements, which affect speed only, never results.
 
 All were found on an H200 (132 SMs, 50 MB of L2 cache, 690 W), bf16, head dims 64 and 128; the measurements are in
-docs/kernel_log.md. On another GPU they are a guess. Those that predictions need too are in `megatron_magi.thresholds`.
+docs/kernel_log.md. On another GPU they are a guess. Those that predictions need too are in `cost.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ L2_BYTES = 24 << 20
 # ---- backward: one kernel or two ----
 
 SCATTERED_INTERVALS, SEPARATE_DQ_SCATTERED = 1.5, (128 << 20, 2000)
-"""As `thresholds.SEPARATE_DQ_PACKED`, if at least this many intervals of queries see a key; measured on an H100."""
+"""As `KernelCosts.separate_dq_packed`, if at least this many intervals of queries see a key; measured on an H100."""
 
 SMALL_SUMS_BYTES = 16 << 20
 """Memory for sums of dk and dv that is allocated for speed even if dq has no room for them."""

@@ -31,6 +31,7 @@ from megatron_magi.comm.row_memory import (
 from megatron_magi.comm.rows import Arrivals
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import LaunchConfig, load_kernel
+from megatron_magi.cuda.target import target_of
 
 _THREADS = 256
 _MAX_BLOCKS = 132 * 8
@@ -44,7 +45,7 @@ _ADDRESSES, _FIXED = struct.Struct(_ROWS[:2]), struct.Struct(_ROWS[2:])
 @cache
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels run on a device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return target_of(device) is not None
 
 
 def pack_rows(tensors: Sequence[Tensor], index: Tensor | None, layout: RowLayout, buffer: Tensor) -> None:

@@ -1,0 +1,556 @@
+"""What the rest of the package knows of an implementation of attention: a `Backend`.
+
+A backend computes passes over bands on one device. Distributed attention merges such passes over the keys of several
+stages by their log-sum-exp, so `why_not`, `forward` and `backward` are all that a backend must have. It may offer more:
+
+- `HostTables`: tables of a mask, made on the host, so that workers of a data loader prepare batches;
+- `Programs`: both passes over a mask prepared once, for calls that differ in addresses alone, possibly over keys that
+  other ranks send while the kernels run (`KeyTransfer`);
+- `Capture`: tables of a mask at fixed addresses, for launches that a CUDA graph captures;
+- `Sparse`: attention over lists of keys.
+
+Nothing outside the folder of a backend imports it, except `megatron_magi.backends.registry`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_magi.capture import is_capturing
+from megatron_magi.operands.merge import row_products
+from megatron_magi.operands.options import AttnOptions
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
+
+if TYPE_CHECKING:
+    from megatron_magi.cuda.arriving import Arriving
+    from megatron_magi.cuda.call_list import CallList, Place, Step
+    from megatron_magi.cuda.layout import Layout, Like
+    from megatron_magi.lru import LruCache
+    from megatron_magi.operands.sparse_pattern import SparsePattern
+
+Kernels = list[tuple[str, tuple[str, ...]]]
+"""Kernels to compile: source, relative to the folder of CUDA sources, and macros of each."""
+
+
+class CachedPass(Protocol):
+    """The launches of a pass that a backend keeps in the cache of `Backend.forward` and `Backend.backward`."""
+
+    def make(self, bands: np.ndarray, num_keys: int) -> CachedPass:
+        """The same for another mask with ``num_keys`` keys."""
+
+
+class Backend(ABC):
+    """An implementation of attention over bands.
+
+    Attributes:
+        name: value of ``impl`` that selects it.
+        caches_passes: both passes and `row_delta` take a dictionary ``memo``, in which they keep what calls that
+            differ in addresses alone share (`CachedPass`).
+        tables, programs, capture, sparse: what else it offers, see the module.
+    """
+
+    name: ClassVar[str]
+    caches_passes: ClassVar[bool] = False
+    tables: ClassVar[HostTables | None] = None
+    programs: ClassVar[Programs | None] = None
+    capture: ClassVar[Capture | None] = None
+    sparse: ClassVar[Sparse | None] = None
+
+    @abstractmethod
+    def why_not(
+        self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int], instead: str = "'torch'"
+    ) -> str | None:
+        """The reason why it does not take such tensors; None if it does.
+
+        Args:
+            device, dtype: of q, k and v.
+            dims: head dims of q and k, and of v.
+            instead: what the message recommends.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def forward(
+        inputs: ForwardInputs,
+        bands: np.ndarray,
+        options: AttnOptions,
+        output: ForwardOutput,
+        *,
+        return_max_logits: bool = False,
+        **hints: Any,
+    ) -> Tensor | None:
+        """Writes attention over ``bands`` to ``output``, or merges it into that; arguments are already checked.
+
+        Args:
+            inputs: q, k, v, and the log-sum-exp of sinks, or None.
+            bands: int64 ``[n, 6]`` (`megatron_magi.mask.bands`), no two of which overlap.
+            options: of the call.
+            output: out, lse, and whether they hold a result over other keys into which this one is merged.
+            return_max_logits: return the largest visible logit of each head, ``[num_heads_q]``.
+            hints: ``memo``, if `caches_passes`.
+
+        Raises:
+            ValueError: it does not take such tensors, or such a mask.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def backward(
+        inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, grads: Gradients, **hints: Any
+    ) -> None:
+        """Writes dq, dk and dv to ``grads``, or adds to them; arguments are already checked.
+
+        With p = exp(s - lse): dv = p^T dout, dp = dout v^T, ds = p * (dp - delta), dq = ds k, dk = ds^T q. ``lse`` and
+        ``delta`` may belong to more keys than are given here; the formulas hold for each part.
+
+        Args:
+            inputs: q, k, v, dout, and lse and delta over all keys and sinks of a row.
+            bands, options: as in `forward`.
+            grads: dq, dk, dv, and which of them are added to.
+            hints: ``memo``, if `caches_passes`; ``shared``, if `sums_meet` holds.
+
+        Raises:
+            ValueError: as `forward`.
+        """
+
+    @staticmethod
+    def row_delta(dout: Tensor, out: Tensor, memo: MutableMapping | None = None) -> Tensor:
+        """``rowsum(dout * out)``, ``[num_rows, num_heads_q]``, as `megatron_magi.operands.merge.row_products`."""
+        del memo
+        return row_products(dout, out)
+
+    def takes(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bool:
+        """Whether it takes such tensors, see `why_not`."""
+        return self.why_not(device, dtype, dims) is None
+
+    @staticmethod
+    def sums_meet(
+        q: Like, k: Like, v: Like, bands: Sequence[np.ndarray], num_keys: Sequence[int], options: AttnOptions
+    ) -> bool:
+        """Whether the backward passes of several stages share their sums of dq (`shared_sums`).
+
+        Args:
+            q, k, v: tensors or layouts of the first stage.
+            bands, num_keys: of each stage.
+            options: of the backward.
+        """
+        del q, k, v, bands, num_keys, options
+        return False
+
+    @staticmethod
+    def shared_sums(count: int) -> Any:
+        """The sums of ``count`` backward passes, to pass to each as ``shared``; the last pass writes dq."""
+        raise NotImplementedError
+
+    @staticmethod
+    def kernels(
+        dtype: torch.dtype,
+        dims: tuple[int, int],
+        group: int,
+        *,
+        deterministic: bool,
+        fused: bool = False,
+        captured: bool = False,
+    ) -> Kernels:
+        """Kernels that attention can use under any mask, to be compiled ahead.
+
+        Args:
+            dtype: of q, k and v.
+            dims: head dims of q and k, and of v.
+            group: query heads of a key head.
+            deterministic: bitwise repeatable results.
+            fused: only those that wait for fetched keys.
+            captured: only those that read a mask's numbers from memory.
+        """
+        del dtype, dims, group, deterministic, fused, captured
+        return []
+
+    @staticmethod
+    def common_kernels() -> Kernels:
+        """Kernels that are compiled into the package, and by `python -m megatron_magi build`."""
+        return []
+
+
+class KeyTransfer(Protocol):
+    """Communication of keys and values with other ranks while kernels run. All methods are collective."""
+
+    @property
+    def num_recv(self) -> int:
+        """Rows that arrive."""
+
+    def forward_pays(self, k: Tensor, v: Tensor) -> bool:
+        """Whether the forward is one launch where the backward is; the same on all ranks."""
+
+    def published(self, x: Tensor) -> Tensor:
+        """The tensor, or a copy whose rows other ranks can read."""
+
+    def announced(
+        self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: tuple[Place, Place]
+    ) -> tuple[StepMover, Arriving] | None:
+        """The kernel that publishes keys and values and fetches those of other ranks; None, on all ranks, if rows of
+        this layout must be transferred otherwise.
+
+        Args:
+            tensors, into: layouts of the own tensors, and of the fetched ones.
+            sources, places: their addresses.
+        """
+
+    def returned(
+        self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: Sequence[Place]
+    ) -> Step | None:
+        """The kernel that sends gradients of fetched keys back and adds received ones to ``into``; None likewise."""
+
+    def give_back(self, tensors: list[Tensor], into: list[Tensor]) -> None:
+        """The same as a call, if there is no such kernel."""
+
+
+class StepMover(Protocol):
+    """Launches lists of calls that contain its kernels, which transfer rows between ranks, and orders these."""
+
+    def version(self) -> tuple:
+        """Changes when steps become invalid."""
+
+    def queue(self, calls: CallList, raw: int, *addresses: int) -> None:
+        """Launches a list on the current stream, whose handle is ``raw``."""
+
+
+class Program(Protocol):
+    """Both passes over one mask, prepared for calls that differ in addresses and strides."""
+
+    @property
+    def makers(self) -> LruCache[tuple, Any]:
+        """What prepares launches of a layout for a mask, by layout; the first entry of a layout is its stream."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        options: AttnOptions,
+        return_max_logits: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Output, lse and largest logits; None, on all ranks, if the pass must run in stages."""
+
+    def backward(
+        self,
+        dout: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor,
+        options: AttnOptions,
+        partial: torch.dtype,
+        wants_delta: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+        """Gradients of q, in its dtype, and of k and v, in dtype ``partial``, and delta; None as in `forward`.
+
+        Args:
+            dout: of any float dtype.
+            qkv: q, k and v.
+            out, lse: of the forward, ``lse`` fp32 ``[num_rows, num_heads]``.
+            options: of the call.
+            partial: dtype of each rank's partial gradients of k and v, both those that are sent and this rank's own;
+                parts are summed in fp32 and rounded once.
+            wants_delta: also return ``rowsum(dout * out)``, fp32 ``[num_rows, num_heads]``.
+        """
+
+    def make(self, layout: tuple, maker: Any) -> Any:
+        """Prepares the launches of a layout by one of `makers`, of another mask."""
+
+
+class Ready(NamedTuple):
+    """Completion of a copy of tables to the device.
+
+    Attributes:
+        event: recorded on the stream after the copy.
+        stream: raw handle; work on this stream needs no event, and stream order keeps the memory valid for it.
+    """
+
+    event: torch.cuda.Event
+    stream: int
+
+
+class MaskTables(Protocol):
+    """The tables of a mask, without their arrays, which are copied to the device."""
+
+    @property
+    def num_arrays(self) -> int:
+        """Number of arrays that are copied to the device."""
+
+    @property
+    def num_plans(self) -> int:
+        """Number of objects that each keep the copied memory alive."""
+
+    def keep(
+        self, bands: np.ndarray, tensors: Sequence[Tensor], ready: Ready | None, plan_bytes: int
+    ) -> Sequence[object]:
+        """Registers the tables for calls; they are found as long as the caller keeps the returned objects.
+
+        Args:
+            bands: the mask; immutable.
+            tensors: the arrays on the device.
+            ready: completion of their copy; None if complete.
+            plan_bytes: device memory that each of the `num_plans` objects keeps alive.
+        """
+
+
+class StageMasks(NamedTuple):
+    """The masks of a rank's plan, for which tables are made.
+
+    Attributes:
+        bands: of each stage; stage 0 is that of own keys.
+        num_rows: of the shard.
+        num_keys: of each stage.
+        first_backward: the stage that the backward computes first.
+        facts: by which kernels are chosen (`ChangingMask.facts`), one for each stage; of the masks themselves when
+            None.
+        is_fused: passes are one launch over own keys and those of all stages (`KeyTransfer`).
+        is_alone: passes are one launch, as no rank fetches anything.
+        joined: if `is_fused`: bands over own keys and those of all stages, from `Programs.first_fetched` on.
+        num_fetched: keys of all stages.
+    """
+
+    bands: tuple[np.ndarray, ...]
+    num_rows: int
+    num_keys: tuple[int, ...]
+    first_backward: int
+    facts: Sequence[Any] | None
+    is_fused: bool
+    is_alone: bool
+    joined: np.ndarray | None
+    num_fetched: int
+
+
+class TableUse(NamedTuple):
+    """How the passes over `StageMasks` will be called.
+
+    Attributes:
+        num_heads: of queries, and of keys and values.
+        dims: head dims of q and k, and of v.
+        dtype: of q, k and v.
+        num_sms: streaming multiprocessors of the GPU.
+        sm_margins: those that the forward and the backward leave free.
+        deterministic: bitwise repeatable results.
+        needs_backward: gradients are needed.
+        accumulates: results of several stages are merged in fp32.
+        planner: as `DispatchConfig.planner`.
+    """
+
+    num_heads: tuple[int, int]
+    dims: tuple[int, int]
+    dtype: torch.dtype
+    num_sms: int
+    sm_margins: tuple[int, int]
+    deterministic: bool
+    needs_backward: bool
+    accumulates: bool
+    planner: str
+
+
+class StageTables(NamedTuple):
+    """What `HostTables.make` returns.
+
+    Attributes:
+        tables: of each stage; if passes are one launch over all stages, of the joined mask.
+        arrays: those of ``tables``, then those of ``seldom``.
+        seldom: tables of the stages, if passes are one launch; needed only where a call cannot be.
+        joined: whether ``tables`` end with those of the joined mask.
+        numbers: for `Programs.of_plan`; can be sent to another process.
+    """
+
+    tables: tuple[MaskTables, ...]
+    arrays: list[np.ndarray]
+    seldom: tuple[MaskTables, ...] | None
+    joined: bool
+    numbers: Any
+
+
+class ChangingMask(Protocol):
+    """A mask that changes while its tables stay at fixed addresses in device memory, for captured launches.
+
+    Attributes:
+        backend: name of the backend that made it.
+        facts: by which kernels were chosen; for `StageMasks`.
+    """
+
+    backend: str
+    facts: Any
+
+    def as_bands(self) -> ChangingBands:
+        """The bands that represent this mask in calls; they keep it alive."""
+
+    def why_not(self, bands: np.ndarray, num_keys: int) -> str | None:
+        """The reason why a mask does not fit; None if it fits."""
+
+    def take(self, bands: np.ndarray, num_keys: int) -> list[tuple[Tensor, Tensor]]:
+        """Sets the numbers of a mask that fits; returns the tables to copy: source and target of each."""
+
+
+class ChangingMemory(Protocol):
+    """Numbers of changing masks on a device, which captured launches read. These must not overlap."""
+
+    def send(self) -> None:
+        """Queues the copy of all numbers on the current stream."""
+
+
+class ChangingBands(np.ndarray):
+    """Represents the bands of a `ChangingMask`; as an array it is one band over all rows and keys.
+
+    Attributes:
+        mask: the mask whose tables are read; None in arrays derived from this one.
+    """
+
+    mask: Any = None
+
+
+def is_changing(bands: np.ndarray) -> TypeGuard[ChangingBands]:
+    """Whether ``bands`` represents a mask that changes."""
+    return isinstance(bands, ChangingBands) and bands.mask is not None
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raises RuntimeError while a graph is captured."""
+    if is_capturing(device):
+        raise RuntimeError("tables of a mask are set before a graph is captured: run the same calls once before")
+
+
+def copy_tables(tables: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copies each table to a buffer that may be longer, on the current stream, in one or two launches for each dtype.
+
+    Args:
+        tables: source and target of each.
+    """
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in tables:
+        if length := source.shape[0]:
+            targets, sources = by_dtype.setdefault(source.dtype, ([], []))
+            targets.append(target[:length])
+            sources.append(source)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)
+
+
+class HostTables(Protocol):
+    """Makes tables of masks on the host."""
+
+    def sm_count(self, device: torch.device) -> int:
+        """Streaming multiprocessors of a device, on which tables depend."""
+
+    def make(self, masks: StageMasks, use: TableUse) -> StageTables:
+        """Makes the tables of a plan's masks, without a GPU; they serve calls described by ``use``."""
+
+
+class Programs(Protocol):
+    """Makes `Program` objects."""
+
+    def reads_in_place(self, dims: tuple[int, int]) -> bool:
+        """Whether programs serve these head dims, of q and k, and of v; else passes run in stages."""
+
+    def fuses_backward(self, dims: tuple[int, int]) -> bool:
+        """Whether the backward is one launch over fetched keys too where the forward is."""
+
+    def first_fetched(self, num_keys: int) -> int:
+        """Index of the first fetched key in `StageMasks.joined`, on a rank with ``num_keys`` own keys."""
+
+    def new_makers(self) -> LruCache[tuple, Any]:
+        """A cache for `Program.makers`."""
+
+    def of_tensors(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        bands: np.ndarray,
+        options: AttnOptions,
+        max_logits: bool,
+    ) -> Program | None:
+        """The program of calls on one device like this one; None if there is none for such tensors."""
+
+    def of_plan(
+        self,
+        bands: np.ndarray,
+        num_keys: int,
+        makers: LruCache[tuple, Any],
+        transfer: KeyTransfer | None,
+        is_prepared: bool,
+        numbers: Any,
+    ) -> Program:
+        """The program of a plan's masks.
+
+        Args:
+            bands: over own keys and those of all stages, see `StageMasks.joined`; immutable.
+            num_keys: own keys.
+            makers: shared by masks whose calls are otherwise equal (`new_makers`).
+            transfer: fetches keys; None if no rank fetches any.
+            is_prepared: the tables of the mask belong to a prepared plan.
+            numbers: `StageTables.numbers`; None if they were not prepared.
+        """
+
+
+class Capture(Protocol):
+    """Makes changing masks."""
+
+    def memory(self, device: torch.device) -> ChangingMemory:
+        """Memory for the numbers of changing masks."""
+
+    def mask(
+        self,
+        samples: Sequence[tuple[np.ndarray, int]],
+        num_rows: int,
+        most_keys: int,
+        device: torch.device,
+        memory: Any,
+        headroom: float,
+    ) -> ChangingMask:
+        """A mask whose tables are at fixed addresses.
+
+        Args:
+            samples: bands, int64 ``[n, 6]``, and number of keys of masks that must fit. Kernels are chosen for the
+                first with a visible pair.
+            num_rows: rows of every mask.
+            most_keys: most keys of a mask; gradients of keys that a mask does not have are undefined.
+            device: of the tables.
+            memory: for numbers.
+            headroom: capacity as a multiple of the longest tables of these masks, at least 1.
+        """
+
+
+class Sparse(Protocol):
+    """Attention over lists of keys."""
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
+        """As `Backend.why_not`."""
+
+    def packed_heads(self, group: int) -> int:
+        """Query heads, of a ``group`` that shares a key head, that a tile of rows of a mask's ranges can hold."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: SparsePattern,
+        softmax_scale: float,
+        *,
+        sink_lse: Tensor | None,
+        return_max_logits: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``(out, lse, max_logits)`` of checked arguments."""
+
+    def backward(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+        lse: Tensor,
+        delta: Tensor,
+        pattern: SparsePattern,
+        softmax_scale: float,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv; ``tensors``: q, k, v and dout."""
