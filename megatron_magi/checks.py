@@ -98,6 +98,25 @@ def number(value: Any, name: str, least: float) -> None:
         raise ValueError(f"{name}: expected a finite number of at least {least}, got {value!r}")
 
 
+def real(value: Any, name: str) -> float:
+    """``value`` as float.
+
+    Raises:
+        ValueError: no number, nor a tensor or array of one without a gradient; True and strings are none.
+    """
+    if type(value) is float:
+        return value
+    try:
+        # A parameter would get no gradient, and a number as a string is a mistake.
+        is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+        if is_bool or isinstance(value, str | bytes) or getattr(value, "requires_grad", False):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        what = f"a tensor of shape {list(value.shape)}" if hasattr(value, "detach") else repr(value)
+        raise ValueError(f"{name}: expected a number, got {what}") from None
+
+
 def check_local(x: Any, name: str) -> None:
     """Raises ValueError for a DTensor: a tensor stands for this rank's numbers alone."""
     if hasattr(x, "to_local"):

@@ -12,17 +12,20 @@ from megatron_magi.packing import PrefixTree, make_prefix_tree
 
 
 def tree_of(micro_batch: Any) -> PrefixTree:
-    """The tree of ``input_ids``, a jagged tensor ``[batch_size, seqlens]``.
+    """The tree of ``input_ids``, a jagged tensor ``[batch_size, seqlens]``; it has a row for the model to compute.
 
     Raises:
-        ValueError: what verl offers besides packed text is asked for.
+        ValueError: what verl offers besides packed text is asked for, or there are no rollouts.
     """
     for key, wanted, default in (("use_remove_padding", True, True), ("use_fused_kernels", False, False)):
         if tu.get_non_tensor_data(data=micro_batch, key=key, default=default) != wanted:
             raise ValueError(f"{key}: expected {wanted} with rollouts as trees")
     if micro_batch.get("multi_modal_inputs", None) is not None or micro_batch["position_ids"].dim() == 3:
         raise ValueError("multi_modal_inputs: rollouts as trees are of text")
-    return make_prefix_tree([sample.cpu() for sample in micro_batch["input_ids"].unbind()])
+    samples = [sample.cpu() for sample in micro_batch["input_ids"].unbind()]
+    if not samples:
+        raise ValueError("input_ids: the microbatch has no rollouts")
+    return make_prefix_tree(samples).with_a_row()
 
 
 def temperature_of(micro_batch: Any) -> float:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_magi.extensions.options import checked, length
 from megatron_magi.extensions.sink import Tensors, attention_with_sink, check_tensors, kernel_module
 
 _HEAD_DIM_GRAIN = 8
@@ -75,6 +76,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple, sink: Tensor | None, sink_layout: str, options: _Options
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     check_tensors(q, k, v)
+    options = checked(options)
     if options.return_attn_probs and options.dropout_p:
         raise ValueError("return_attn_probs: the mask of dropout is not available; set dropout_p=0")
     head_dim = q.shape[-1]
@@ -116,7 +118,7 @@ def fa2_func_with_sink(
 
     Raises:
         ImportError: flash-attn is not installed.
-        ValueError: the sink's shape does not fit; ``return_attn_probs`` with dropout.
+        ValueError: the sink's shape does not fit; an option is of another kind; ``return_attn_probs`` with dropout.
     """
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -170,7 +172,8 @@ def fa2_varlen_func_with_sink(
     """
     if block_table is not None:
         raise ValueError("block_table: not supported")
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    longest = (length(max_seqlen_q, "max_seqlen_q"), length(max_seqlen_k, "max_seqlen_k"))
+    lengths = (cu_seqlens_q, cu_seqlens_k, *longest)
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_magi.checks import integer
+from megatron_magi.extensions.options import checked, length
 from megatron_magi.extensions.sink import Tensors, attention_with_sink, check_tensors, kernel_module
 
 
@@ -82,6 +84,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple, sink: Tensor | None, sink_layout: str, options: _Options
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_tensors(q, k, v)
+    options = checked(options)
     for name, is_given in (("qv", options.qv is not None), ("attention_chunk", bool(options.attention_chunk))):
         if is_given:
             raise ValueError(f"{name}: not supported, it has no backward")
@@ -123,7 +126,7 @@ def fa3_func_with_sink(
 
     Raises:
         ImportError: FlashAttention 3 is not installed.
-        ValueError: the sink's shape does not fit; ``qv`` or ``attention_chunk`` is given.
+        ValueError: the sink's shape does not fit; an option is of another kind; ``qv`` or ``attention_chunk`` is given.
     """
     options = _Options(
         softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
@@ -164,7 +167,8 @@ def fa3_varlen_func_with_sink(
     Otherwise as `fa3_func_with_sink`; a sink by rows is ``[total_seqlen_q, num_sinks, num_heads_q]``, lse
     ``[num_heads_q, total_seqlen_q]``.
     """
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    longest = (length(max_seqlen_q, "max_seqlen_q"), length(max_seqlen_k, "max_seqlen_k"))
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *longest)
     options = _Options(
         softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
         pack_gqa, deterministic, sm_margin, return_attn_probs,
@@ -201,7 +205,7 @@ def fa3_qkvpacked_func_with_sink(
     if qkv.ndim == 5:
         q, k, v = qkv.unbind(-3)
     else:
-        others = None if num_heads_q is None else qkv.shape[-2] - num_heads_q
+        others = None if num_heads_q is None else qkv.shape[-2] - integer(num_heads_q, "num_heads_q")
         if others is None or others <= 0 or others % 2:
             raise ValueError(f"num_heads_q: of {qkv.shape[-2]} heads, got {num_heads_q}")
         q, k, v = qkv.split([num_heads_q, others // 2, others // 2], dim=-2)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron_magi.extensions.options import checked, length
 from megatron_magi.extensions.sink import Tensors, attention_with_sink, check_tensors, kernel_module
 
 
@@ -57,6 +58,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], sink: Tensor | None, sink_layout: str, options: _Options
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_tensors(q, k, v)
+    options = checked(options)
     scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
     shared = {"softmax_scale": scale, "causal": options.causal, "softcap": options.softcap, **lengths}
     out, lse = attention_with_sink(_FlashAttention4(shared, options), q, k, v, sink, sink_layout)
@@ -89,7 +91,7 @@ def fa4_func_with_sink(
 
     Raises:
         ImportError: FlashAttention 4 is not installed.
-        ValueError: the sink's shape does not fit.
+        ValueError: the sink's shape does not fit; an option is of another kind.
     """
     options = _Options(softmax_scale, causal, softcap, num_splits, pack_gqa, deterministic, return_attn_probs)
     return _attend(q, k, v, {}, sink, sink_layout, options)
@@ -119,6 +121,7 @@ def fa4_varlen_func_with_sink(
     ``[num_heads_q, total_seqlen_q]``.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    lengths |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    lengths |= {name: length(value, name) for name, value in longest.items()}
     options = _Options(softmax_scale, causal, softcap, num_splits, pack_gqa, deterministic, return_attn_probs)
     return _attend(q, k, v, lengths, sink, sink_layout, options)

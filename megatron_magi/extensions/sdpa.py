@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_magi.checks import flag
+from megatron_magi.extensions.options import finite
 from megatron_magi.extensions.sink import Tensors, attention_with_sink, check_tensors
+from megatron_magi.ops.options import check_tensor
 
 _LSE_GRAIN, _BIAS_GRAIN, _HEAD_DIM_GRAIN, _MOST_HEAD_DIM = 32, 16, 8, 256
 """Multiples in which torch's CUDA kernels take rows of lse, columns of a mask and head dims; the largest head dim."""
@@ -40,14 +43,20 @@ def sdpa_func_with_sink(
 
     Raises:
         ValueError: q, k and v do not fit together, or the sink or the mask not to them; a mask with ``is_causal``,
-            or one that needs a gradient.
+            or one that needs a gradient; an option is of another kind.
     """
-    if attn_mask is not None and (is_causal or attn_mask.requires_grad):
-        raise ValueError("attn_mask: not together with is_causal, and without a gradient")
+    is_causal, enable_gqa = flag(is_causal, "is_causal"), flag(enable_gqa, "enable_gqa")
+    return_lse = flag(return_lse, "return_lse")
+    if attn_mask is not None:
+        check_tensor("attn_mask", attn_mask)
+        if is_causal or attn_mask.requires_grad:
+            raise ValueError("attn_mask: not together with is_causal, and without a gradient")
+        if attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
+            raise ValueError(f"attn_mask: expected bool, or floats to add, got {attn_mask.dtype}")
     _check_shapes(q, k, v, enable_gqa)
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else finite(scale, "scale")
     head_dim_v = v.shape[-1]
     if q.is_cuda:
         q, k, v = (F.pad(x, (0, -x.shape[-1] % _HEAD_DIM_GRAIN)) for x in (q, k, v))

@@ -12,6 +12,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from megatron_magi.api import (
     magi_attn_flex_key,
     make_varlen_key_for_new_mask_after_dispatch,
 )
+from megatron_magi.checks import flag, instance, int_array, int_at_least
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import DispatchConfig, MagiConfig
@@ -29,6 +32,7 @@ from megatron_magi.hf.attention import NAME, check_implementation, register
 from megatron_magi.hf.mask_spec import AttnMaskSpec
 from megatron_magi.hf.shard import IGNORED, heads_of, shard_batch
 from megatron_magi.mask import AttnMask, builders
+from megatron_magi.ops.options import check_tensor
 from megatron_magi.ops.slice_attention import slice_attention
 
 __all__ = [
@@ -107,10 +111,12 @@ class MagiState:
 
         Raises:
             ValueError: a custom model on several ranks whose batch is not packed, or that has no attention of
-                `make_magi_attn_func`; as these two functions.
+                `make_magi_attn_func`; ``prefix_tree`` is no pair; as these two functions.
         """
-        batch = dict(batch)
+        batch, is_thd = dict(batch), flag(is_thd, "is_thd")
         tree = batch.pop("prefix_tree", None)
+        if tree is not None and not (isinstance(tree, tuple | list) and len(tree) == 2):
+            raise ValueError(f"prefix_tree: expected a pair of node lengths and sample paths, got {tree!r}")
         self.attn_spec = None if tree is None else AttnMaskSpec.prefix_tree(*tree)[0]
         self.key = None
         if self.custom:
@@ -153,7 +159,7 @@ class MagiState:
             self.key, batch = None, self.prepare_vlm_batch(model, batch)[1]
         else:
             batch = self.prepare_llm_batch(model, batch, is_thd=is_thd)[1]
-        if not return_local_indices:
+        if not flag(return_local_indices, "return_local_indices"):
             return batch
         return batch, None if self.key is None else get_position_ids(self.key)
 
@@ -167,7 +173,12 @@ def setup_magi(cfg: Any, device_mesh: Any, *, domain: str = "llm", label: str = 
         device_mesh: its dimension "cp" is the ranks of a sequence; one rank without one.
         domain: "llm" or "vlm".
         label: of the model, for the log.
+
+    Raises:
+        ValueError: there is no such domain.
     """
+    if domain not in ("llm", "vlm"):
+        raise ValueError(f"domain: expected 'llm' or 'vlm', got {domain!r}")
     custom = _setting(cfg, "model.backend.attn") == NAME
     if not custom and _setting(cfg, "model.attn_implementation") != NAME:
         return MagiState(domain=domain)
@@ -228,30 +239,35 @@ def magi_prepare_packed_cp(
 
     Args:
         model: its configuration has the attention's heads.
-        batch: ``input_ids``, ``labels`` and, where they are given, ``position_ids``, flat or ``[batch_size, seqlen]``;
+        batch: ``input_ids`` and, where given, ``labels`` and ``position_ids``, flat or ``[batch_size, seqlen]``;
             ``cu_seqlens_padded`` or ``cu_seqlens``, bounds of the documents over all tokens, or their lengths
             ``seq_lens_padded`` or ``seq_lens``; negative numbers are filling.
         cp_group: the ranks, a group or a mesh.
         spec: the mask, in place of causal documents.
 
     Returns:
-        ``(new_batch, key)``: ``input_ids``, ``labels`` and ``position_ids`` ``[num_rows]``, and ``qkv_format``.
+        ``(new_batch, key)``: ``input_ids``, ``position_ids`` and, if they were given, ``labels`` ``[num_rows]``, and
+        ``qkv_format``.
 
     Raises:
-        ValueError: the documents do not make up the tokens.
+        ValueError: the documents, labels, positions or ``spec`` do not fit the tokens, or there are none.
     """
     flat = _flat(batch)
     tokens = flat["input_ids"]
     if spec is None:
-        spec = AttnMaskSpec.of(builders.varlen(_bounds(flat, len(tokens)), causal=True))
+        spec = AttnMaskSpec.of(builders.varlen(flat["cu_seqlens"], causal=True))
+    instance(spec, "spec", AttnMaskSpec)
+    if spec.total_seqlen != len(tokens):
+        raise ValueError(f"spec: expected a mask of {len(tokens)} tokens, got {spec.total_seqlen}")
     key = build_flex_key(spec, *heads_of(_config_of(model)), cp_group)
     positions = flat.get("position_ids")
     new_batch = {
         "input_ids": dispatch(tokens, key),
         "position_ids": get_position_ids(key).to(tokens.device) if positions is None else dispatch(positions, key),
-        "labels": dispatch(flat["labels"], key, pad_value=IGNORED),
         "qkv_format": "thd",
     }
+    if flat.get("labels") is not None:
+        new_batch["labels"] = dispatch(flat["labels"], key, pad_value=IGNORED)
     return new_batch, key
 
 
@@ -297,7 +313,7 @@ class MagiAttnFunc:
         documents of ``cu_seqlens`` or ``cu_seqlens_q``; else ``state.attn_spec``; else causal.
 
         Args:
-            window_size: (left, right), narrows causal documents; -1 and None for no bound.
+            window_size: (left, right), or left alone, narrows causal documents; -1 and None for no bound.
 
         Returns:
             As q, with the head dim of v.
@@ -308,12 +324,18 @@ class MagiAttnFunc:
         for name in options.keys() - _SAID:
             if options[name] is not None:
                 raise ValueError(f"{name}: not supported, got {options[name]!r}")
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, x)
+            if x.ndim not in (3, 4) or x.ndim != q.ndim:
+                raise ValueError(f"{name}: expected 3 or 4 dimensions, the same for q, k and v, got {list(x.shape)}")
         shape, state, window = q.shape[:-1], self.state or MagiState(), _window(window_size)
         lengths: dict[str, Any] = {"doc_lengths": [shape[1]] * shape[0] if q.ndim == 4 else [shape[0]]}
         bounds = cu_seqlens if cu_seqlens is not None else cu_seqlens_q
         spec = magi_attn_spec
+        if spec is not None:
+            instance(spec, "magi_attn_spec", AttnMaskSpec)
         if bounds is not None:
-            lengths = {"cu_seqlens": bounds.reshape(-1)}
+            lengths = {"cu_seqlens": _numbers(bounds, "cu_seqlens_q" if cu_seqlens is None else "cu_seqlens")}
         elif spec is None:
             spec = state.attn_spec
         q, k, v = (x.flatten(0, -3) for x in (q, k, v))
@@ -332,8 +354,12 @@ def make_magi_attn_func(softmax_scale: float | None = None, state: MagiState | N
         softmax_scale: ``head_dim ** -0.5`` when None.
         state: of the model. Where it is not known yet, it is found when a batch is prepared for a model whose modules
             have the function as an attribute; until then it attends on one rank.
+
+    Raises:
+        ValueError: ``state`` is none.
     """
     if state is not None:
+        instance(state, "state", MagiState)
         state.num_functions += 1
     return MagiAttnFunc(softmax_scale, state)
 
@@ -368,8 +394,10 @@ def _window(window_size: Any) -> tuple[int, int] | None:
     """``(left, right)``; None where causal attention sees all."""
     if window_size is None:
         return None
-    left, right = window_size if isinstance(window_size, tuple | list) else (window_size, 0)
-    left, right = (-1 if side is None else int(side) for side in (left, right))
+    sides = window_size if isinstance(window_size, tuple | list) else (window_size, 0)
+    if len(sides) != 2:
+        raise ValueError(f"window_size: expected an integer or a pair (left, right), got {window_size!r}")
+    left, right = (-1 if side is None else int_at_least(side, "window_size", -1) for side in sides)
     if right > 0:
         raise ValueError(f"window_size: attention is causal, so nothing is seen to the right, got {window_size!r}")
     return None if left < 0 and right <= 0 else (left, max(right, 0))
@@ -389,9 +417,14 @@ def _window_key(key: DistAttnRuntimeKey, window: tuple[int, int] | None) -> Dist
 def _flat(batch: dict[str, Any]) -> dict[str, Any]:
     """The batch with its sequences one after another, and their bounds as ``cu_seqlens``."""
     flat = dict(batch)
+    if flat.get("input_ids") is None:
+        raise ValueError("input_ids: none were given")
     for name in ("input_ids", "labels", "position_ids"):
         if flat.get(name) is not None:
+            check_tensor(name, flat[name])
             flat[name] = flat[name].reshape(-1)
+            if len(flat[name]) != len(flat["input_ids"]):
+                raise ValueError(f"{name}: expected {len(flat['input_ids'])}, one a token, got {len(flat[name])}")
     bounds = _bounds(flat, len(flat["input_ids"]))
     for name in ("seq_lens", "seq_lens_padded", "cu_seqlens_padded"):
         flat.pop(name, None)
@@ -403,15 +436,19 @@ def _bounds(batch: dict[str, Any], total: int) -> Tensor:
     for name in ("cu_seqlens_padded", "cu_seqlens", "seq_lens_padded", "seq_lens"):
         if batch.get(name) is None:
             continue
-        numbers = batch[name].reshape(-1)
+        numbers = _numbers(batch[name], name)
         numbers = numbers[numbers >= 0]
-        bounds = numbers if name.startswith("cu_") else numbers.cumsum(0)
-        if not name.startswith("cu_"):
-            bounds = bounds.new_tensor([0, *bounds.tolist()])
+        bounds = numbers if name.startswith("cu_") else np.cumsum([0, *numbers])
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != total:
             raise ValueError(f"{name}: expected documents of {total} tokens together, got {bounds.tolist()[:20]}")
-        return bounds
+        like = batch[name] if name.startswith("cu_") and isinstance(batch[name], Tensor) else batch["input_ids"]
+        return torch.as_tensor(bounds, dtype=like.dtype, device=like.device)
     raise ValueError("cu_seqlens: a packed batch needs the bounds or the lengths of its documents")
+
+
+def _numbers(values: Any, name: str) -> np.ndarray:
+    """Integers of any shape, one after another."""
+    return int_array(values.reshape(-1) if hasattr(values, "reshape") else values, name)
 
 
 def _config_of(model: Any) -> Any:

@@ -33,7 +33,7 @@ class AttnMaskSpec:
     @classmethod
     def varlen(cls, seqlens: Sequence[int], causal: bool = True) -> AttnMaskSpec:
         """Packed documents, which do not see each other."""
-        return cls.of(builders.varlen(doc_lengths=list(seqlens), causal=causal))
+        return cls.of(builders.varlen(doc_lengths=seqlens, causal=causal))
 
     @classmethod
     def prefix_tree(
@@ -44,7 +44,7 @@ class AttnMaskSpec:
         Returns:
             ``(spec, sample_token_ranges)``: for each sample the ranges ``[start, end]`` of its nodes.
         """
-        mask, ranges = builders.prefix_tree(list(node_lengths), sample_paths)
+        mask, ranges = builders.prefix_tree(node_lengths, sample_paths)
         return cls.of(mask), [[[r.start, r.end] for r in own] for own in ranges]
 
     @classmethod

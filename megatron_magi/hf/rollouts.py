@@ -32,14 +32,19 @@ def log_probs(
         config: how the mask is planned and attention runs; None for the defaults.
 
     Returns:
-        For each rollout fp32 (or the model's dtype, if that is wider) ``[length - 1]``, on the model's device.
+        For each rollout fp32 (or the model's dtype, if that is wider) ``[length - 1]``, on the model's device. Where
+        no rollout has a second token the model computes one row for nothing, so that the rank takes part in what ranks
+        do together (FSDP, DDP); gradients are then 0.
 
     Raises:
         ValueError: the model attends otherwise, has layers with a window, or is context-parallel over other ranks;
-            ``tree`` is none; as `shard_batch`.
+            ``tree`` is none, or has no rollouts; as `shard_batch`.
     """
     if not isinstance(tree, PrefixTree):
         raise ValueError(f"tree: expected a PrefixTree, as make_prefix_tree returns it, got {type(tree).__name__}")
+    if len(tree.sample_bounds) == 1:
+        raise ValueError("tree: it has no rollouts; on a rank that has none give one of one token, whose loss is 0")
+    tree = tree.with_a_row()
     unwrapped = getattr(model, "module", model)
     check_implementation(unwrapped.config)
     group = group_of(cp_group_or_mesh, "cp_group_or_mesh")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.checks import check_local, flag, int_at_least
+from megatron_magi.checks import check_local, flag, int_at_least, real
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.frozen import FrozenMemo
 
@@ -60,26 +60,11 @@ def make_options(
 
     Results are also deterministic if ``torch.use_deterministic_algorithms`` is on.
     """
-    softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else _number(softmax_scale, "softmax_scale")
-    softcap = _number(softcap, "softcap")
+    softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else real(softmax_scale, "softmax_scale")
+    softcap = real(softcap, "softcap")
     deterministic = flag(deterministic, "deterministic") or torch.are_deterministic_algorithms_enabled()
     sm_margin = int_at_least(sm_margin, "sm_margin", 0)
     return _options(softmax_scale, softcap, deterministic, sm_margin, flag(sanity_check, "sanity_check"))
-
-
-def _number(value: Any, name: str) -> float:
-    """``value``, a number or a tensor or array of one, as float; ValueError for all else."""
-    if type(value) is float:
-        return value
-    try:
-        # A parameter would get no gradient, and a number as a string is a mistake.
-        is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
-        if is_bool or isinstance(value, str | bytes) or getattr(value, "requires_grad", False):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"{name}: expected a number, got {what}") from None
 
 
 @lru_cache(maxsize=256)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from megatron_magi.checks import IntArrayLike, int_array, int_at_least
+from megatron_magi.packing.microbatch_iterator import MicrobatchIterator, Turn, num_ahead
 
 
 def causal_area(lengths: np.ndarray) -> np.ndarray:
@@ -48,8 +51,12 @@ class BalancedSampler:
     without talking.
 
     The order is without end, epoch after epoch. It depends on the arguments alone, so a run that loads `state_dict`,
-    also into another number of ranks, goes on with the documents that have not been packed. Workers of a data loader
-    ask for microbatches ahead, so `state_dict` is told how many steps training has done.
+    also into another number of ranks or microbatches, goes on with the documents that have not been packed.
+
+    An iterator goes on where the one before it was left, also inside a step. A data loader asks for microbatches ahead,
+    ``prefetch_factor`` for each worker; what has not come out of it is given to the next iterator. A loader that wraps
+    another and reads ahead itself is not known here: before a new iterator, and to save, tell `state_dict` how many
+    steps training has done.
 
     Args:
         lengths: int ``[num_documents]``, tokens of each document, from 1 to ``max_tokens``.
@@ -87,17 +94,23 @@ class BalancedSampler:
             raise ValueError(f"lengths: expected documents of 1 to {self._max_tokens} tokens, {what}")
         if not callable(area):
             raise ValueError(f"area: expected a function of lengths, got {area!r}")
-        self._area = np.asarray(area(self._lengths), dtype=np.float64)
-        if self._area.shape != self._lengths.shape:
-            raise ValueError(f"area: expected work of {len(self._lengths)} documents, got {list(self._area.shape)}")
+        self._area = _checked_work(area(self._lengths.copy()), self._lengths)
         self._epoch, self._place, self._waiting = 0, 0, []
         self._states = [self._state()]  # before each step, from that of which the last was asked for on
         self._num_dropped = 0
+        self._turns: deque[Turn] = deque()  # of steps that were drawn, not given to an iterator
+        self._iterator: MicrobatchIterator | None = None
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """The documents of this rank's microbatches, one after another."""
-        while True:
-            yield from self.step()[self._dp_rank :: self._dp_size]
+    def __iter__(self) -> MicrobatchIterator:
+        """The documents of this rank's microbatches, one after another.
+
+        Raises:
+            ValueError: a data loader's workers give microbatches out of order, ``in_order=False``.
+        """
+        ahead = num_ahead(self)
+        self._take_back()
+        self._iterator = MicrobatchIterator(self._next_turn, self._dp_rank, ahead)
+        return self._iterator
 
     def step(self) -> list[list[int]]:
         """All microbatches of the next step; number ``i * dp_size + r`` is microbatch i of rank r."""
@@ -127,35 +140,71 @@ class BalancedSampler:
 
         Args:
             num_steps: that have been trained on since the sampler was made or loaded, not fewer than at the call
-                before; all that were drawn when None, which is right where nothing draws ahead.
+                before. When None, the microbatches that came out of the data loader, or of an iterator, count; of a
+                step that did so in part the other documents are packed anew.
 
         Raises:
             ValueError: so many steps have not been drawn, or an earlier call asked for more.
         """
+        turns = self._not_given() if num_steps is None else []
         drawn = self._num_dropped + len(self._states) - 1
-        done = drawn if num_steps is None else int_at_least(num_steps, "num_steps", 0)
+        if turns:
+            done = max(turns[0].step, self._num_dropped)
+        else:
+            done = drawn if num_steps is None else int_at_least(num_steps, "num_steps", 0)
         if not self._num_dropped <= done <= drawn:
             raise ValueError(f"num_steps: expected from {self._num_dropped} to {drawn}, got {done}")
         del self._states[: done - self._num_dropped]
         self._num_dropped = done
-        return dict(self._states[0])
+        left = [turn for turn in turns if turn.step == done]
+        is_inside = 0 < len(left) < self._num_microbatches
+        state = self._states[1 if is_inside else 0]
+        documents = [i for turn in left for microbatch in turn.microbatches for i in microbatch] if is_inside else []
+        return {**state, "waiting": documents + state["waiting"]}
 
     def _state(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "place": self._place, "waiting": list(self._waiting)}
+        place = {"epoch": self._epoch, "place": self._place, "waiting": list(self._waiting)}
+        return {**place, "seed": self._seed, "documents": zlib.crc32(self._lengths.tobytes())}
+
+    def _not_given(self) -> list[Turn]:
+        """Turns of drawn steps that have not come out of a data loader."""
+        return [*(() if self._iterator is None else self._iterator.ahead), *self._turns]
+
+    def _next_turn(self) -> Turn:
+        """The next turn for an iterator."""
+        if not self._turns:
+            number, size = self._num_dropped + len(self._states) - 1, self._dp_size
+            step = self.step()
+            self._turns.extend(Turn(number, step[i : i + size]) for i in range(0, len(step), size))
+        return self._turns.popleft()
+
+    def _take_back(self) -> None:
+        """Takes what the last iterator's data loader has asked for and not given out."""
+        if self._iterator is not None:
+            self._turns.extendleft(reversed(self._iterator.leave()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a state that `state_dict` returned, of a sampler of the same documents.
+        """Continues from a state that `state_dict` returned, of a sampler of the same documents and seed.
+
+        An iterator of a data loader with workers does not go on: make a new one.
 
         Raises:
-            ValueError: it is none; the sampler goes on as before.
+            ValueError: it is none, or of other documents or another seed; the sampler goes on as before.
         """
-        if not isinstance(state, Mapping) or not {"epoch", "place", "waiting"} <= state.keys():
-            raise ValueError(f"state: expected what state_dict returns, got {state!r}")
+        own = self._state()
+        if not isinstance(state, Mapping) or not own.keys() <= state.keys():
+            raise ValueError(f"state: expected what state_dict returns, {', '.join(own)}, got {state!r}")
+        names = ("epoch", "place", "seed", "documents")
+        epoch, place, seed, documents = (int_at_least(state[n], f"state[{n!r}]", 0, most=1 << 62) for n in names)
         count = len(self._lengths)
-        epoch, place = (int_at_least(state[name], f"state[{name!r}]", 0) for name in ("epoch", "place"))
+        if seed != self._seed:
+            raise ValueError(f"state: it is of seed {seed}, this sampler has {self._seed}, so another order")
         waiting = int_array(state["waiting"], "state['waiting']")
-        if place > count or (len(waiting) and not 0 <= waiting.min() <= waiting.max() < count):
-            raise ValueError(f"state: it is of other documents, this sampler has {count}")
+        is_inside = place <= count and (not len(waiting) or 0 <= waiting.min() <= waiting.max() < count)
+        if documents != own["documents"] or not is_inside:
+            raise ValueError(f"state: it is of other documents than the {count} of this sampler, or other lengths")
+        self._take_back()
+        self._turns.clear()
         self._epoch, self._place, self._waiting = epoch, place, waiting.tolist()
         self._states, self._num_dropped = [self._state()], 0
 
@@ -186,3 +235,21 @@ class BalancedSampler:
             sums += work[dealt]
             out += dealt.tolist()
         return out
+
+
+def _checked_work(work: Any, lengths: np.ndarray) -> np.ndarray:
+    """Work of each document, float64; ValueError unless all is finite and not negative."""
+    try:
+        array = np.asarray(work)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"area: expected work of {len(lengths)} documents, got {work!r}") from None
+    if array.shape != lengths.shape:
+        raise ValueError(f"area: expected work of {len(lengths)} documents, got {list(array.shape)}")
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"area: expected numbers, got {array.dtype}")
+    array = array.astype(np.float64)
+    wrong = np.flatnonzero(~((array >= 0) & np.isfinite(array)))
+    if len(wrong):
+        got = f"document {wrong[0]} of {lengths[wrong[0]]} tokens has {array[wrong[0]]}"
+        raise ValueError(f"area: expected finite work of at least 0, {got}")
+    return array

@@ -8,7 +8,7 @@ samples part is there once for each way on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -61,6 +61,18 @@ class PrefixTree:
             paths.append([*paths[parent], node] if parent >= 0 else [node])
         return prefix_tree(self.node_lengths, paths)[0]
 
+    def with_a_row(self) -> PrefixTree:
+        """The tree itself; if it has no rows, because its samples have one token each, one with a row of no sample.
+
+        For a model, which needs a token: the row has token, label and position 0, and nothing is gathered from it. A
+        loss over what is gathered has gradients of 0, so that ranks without rows take part in a backward.
+        """
+        if self.num_rows:
+            return self
+        row = np.zeros(1, dtype=np.int64)
+        node = {"node_lengths": np.ones_like(row), "node_parents": np.full_like(row, -1)}
+        return replace(self, tokens=row, labels=row, position_ids=row, **node)
+
     def gather(self, values: Any) -> list:
         """Returns each sample's values, ``[length - 1, ...]``, of its tokens but the first.
 
@@ -82,7 +94,8 @@ class PrefixTree:
                 first are multiplied; 1 when None, so that weights count samples.
 
         Raises:
-            ValueError: there are not as many as samples, or not as many for a sample as it has tokens.
+            ValueError: there are not as many as samples, or not as many for a sample as it has tokens; a weight is not
+                finite.
         """
         lengths = np.diff(self.sample_bounds)
         samples = [1.0] * len(lengths) if samples is None else samples
@@ -91,11 +104,16 @@ class PrefixTree:
         parts = []
         for i, (sample, length) in enumerate(zip(samples, lengths.tolist(), strict=True)):
             try:
-                own = np.asarray(sample, dtype=np.float64)
-            except (TypeError, ValueError):
+                own = np.asarray(sample)
+                if own.dtype.kind not in "biuf":
+                    raise TypeError
+            except (TypeError, ValueError, RuntimeError):
                 raise ValueError(f"samples[{i}]: expected a number or [{length}] of them, got {sample!r}") from None
             if own.shape not in ((), (length,)):
                 raise ValueError(f"samples[{i}]: expected a number or [{length}] of them, got {list(own.shape)}")
+            own = own.astype(np.float64)
+            if not np.isfinite(own).all():
+                raise ValueError(f"samples[{i}]: expected finite weights, got {own.tolist()}")
             parts.append(np.broadcast_to(own, (length,)))
         return np.bincount(self.rows, np.concatenate([np.zeros(0), *parts]), self.num_rows)
 
@@ -110,11 +128,12 @@ class PrefixTree:
         Raises:
             ValueError: ``seqlen`` or ``num_nodes`` is too small, or a weight is negative.
         """
+        seqlen, num_nodes = integer(seqlen, "seqlen"), integer(num_nodes, "num_nodes")
         for name, size, least in (
             ("seqlen", seqlen, self.num_rows),
             ("num_nodes", num_nodes, len(self.node_lengths)),
         ):
-            if integer(size, name) < least:
+            if size < least:
                 raise ValueError(f"{name}: the tree needs {least}, got {size}")
         weights = self.weights(samples)
         if weights.min(initial=0.0) < 0:

@@ -30,12 +30,13 @@ def engine_class(name, backend, device, gpt_model=None):
 
 
 def microbatches():
-    """Two microbatches of one and of two prompts, three answers each, and weights of their losses."""
+    """Microbatches of one and of two prompts, three answers each, one of two single tokens, and weights of losses."""
     draw, made = torch.Generator().manual_seed(0), []
-    for num_prompts in (1, 2):
+    for num_prompts in (1, 2, 0):
         prompts = torch.randint(0, VOCABULARY, (num_prompts, 9), generator=draw)
         answers = [torch.randint(0, VOCABULARY, (n,), generator=draw) for n in (3, 7, 5)]
         samples = [torch.cat([prompt, answer]) for prompt in prompts for answer in answers]
+        samples = samples or [torch.tensor([3]), torch.tensor([4])]
         weights = [torch.randn(len(sample), generator=draw) for sample in samples]
         for own in weights:
             own[-1] = 0  # nothing follows the last token
@@ -63,7 +64,8 @@ def one_by_one(logits_of, batches):
     for batch in batches:
         log_probs, entropy = [], []
         for sample in batch["input_ids"].unbind():
-            of_token = torch.log_softmax(logits_of(sample[:-1]) / TEMPERATURE, dim=-1)
+            logits = logits_of(sample[:-1]) if len(sample) > 1 else torch.zeros(0, VOCABULARY)
+            of_token = torch.log_softmax(logits / TEMPERATURE, dim=-1)
             own = of_token.gather(1, sample[1:, None])[:, 0], -(of_token.exp() * of_token).sum(-1)
             for whole, part in zip((log_probs, entropy), own, strict=True):
                 whole.append(torch.nn.functional.pad(part, (0, 1)))
@@ -93,7 +95,7 @@ def with_fsdp(_rank, num_ranks):
         model = make_model("llama")
         engine = make_engine(model, sp_size)
         outputs = engine.forward_backward_batch(microbatches(), verl_loss)
-        assert [o["metrics"]["size"] for o in outputs] == [3, 6]
+        assert [o["metrics"]["size"] for o in outputs] == [3, 6, 2]
         losses = max(abs(o["loss"] - e.item()) for o, e in zip(outputs, expected, strict=True))
         for parameter in model.parameters() if sp_size > 1 else ():
             dist.all_reduce(parameter.grad)
@@ -102,6 +104,7 @@ def with_fsdp(_rank, num_ranks):
     batch = microbatches()[0]
     refused = {"temperature": torch.tensor([0.5, 0.7, 0.7]), "use_remove_padding": False, "use_fused_kernels": True}
     refused["multi_modal_inputs"] = [{}]
+    refused["input_ids"] = torch.zeros(0, 4, dtype=torch.int64)
     for name, value in refused.items():
         with pytest.raises(ValueError, match=f"^{name}: "):
             engine.forward_backward_batch([verl_stand_in.Microbatch(batch, **{name: value})], None, forward_only=True)

@@ -216,6 +216,29 @@ def test_arguments_are_checked():
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_options_of_another_kind_are_named(version):
+    q, k, v, _ = tensors((1,), 5, 5, 1, "sh")
+    function, varlen = (getattr(extensions, f"{version}_{form}func_with_sink") for form in ("", "varlen_"))
+    wrong = {"softmax_scale": "a", "causal": "no", "softcap": True, "deterministic": 1, "return_attn_probs": "no"}
+    if version != "fa4":
+        for size in (3, (1, 2, 3), (2.5, 0), (True, 0), ("1", 0), "ab"):
+            with pytest.raises(ValueError, match=r"^window_size: expected"):
+                function(q, k, v, window_size=size)
+    wrong |= {"fa2": {"dropout_p": "0.5"}, "fa3": {"num_splits": 2.5, "sm_margin": True, "pack_gqa": 1}}.get(
+        version, {}
+    )
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            function(q, k, v, **{name: value})
+    bounds = torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^max_seqlen_k: expected an integer"):
+        varlen(q[0], k[0], v[0], bounds, bounds, 5, 5.5)
+    if version == "fa3":
+        with pytest.raises(ValueError, match=r"^num_heads_q: expected an integer"):
+            extensions.fa3_qkvpacked_func_with_sink(q, num_heads_q=2.0)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_kernel_that_is_not_installed_is_named(version, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("flash_attn")]:
         monkeypatch.setitem(sys.modules, name, None)

@@ -169,6 +169,16 @@ def test_tensors_and_masks_that_are_none_are_named():
             lambda: sdpa_func_with_sink(x, x, x, attn_mask=torch.zeros(3, 3)),
             r"attn_mask: .* \[1, 2, 4, 4\], got \[3, 3\]",
         ),
+        (lambda: sdpa_func_with_sink(x, x, x, attn_mask=[[1]]), "attn_mask: expected a tensor"),
+        (
+            lambda: sdpa_func_with_sink(x, x, x, attn_mask=torch.ones(4, 4).long()),
+            "attn_mask: expected bool, or floats",
+        ),
+        (lambda: sdpa_func_with_sink(x, x, x, is_causal=1), "is_causal: expected True or False"),
+        (lambda: sdpa_func_with_sink(x, x, x, enable_gqa="no"), "enable_gqa: expected True or False"),
+        (lambda: sdpa_func_with_sink(x, x, x, return_lse="no"), "return_lse: expected True or False"),
+        (lambda: sdpa_func_with_sink(x, x, x, scale=True), "scale: expected a number"),
+        (lambda: sdpa_func_with_sink(x, x, x, scale=float("nan")), "scale: expected a finite number"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             call()

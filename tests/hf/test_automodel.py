@@ -105,6 +105,63 @@ def test_attention_takes_its_mask_from_the_call_or_from_its_state():
         other(*tensors, window_size=(4, 5))
 
 
+@pytest.mark.parametrize(
+    "size", [2.5, True, "3", (2.5, 0), (3, False), (3, "0"), -2, (1, 2, 3), (1,), "", torch.ones(2)]
+)
+def test_a_window_that_is_no_pair_of_whole_numbers_is_refused(size):
+    with pytest.raises(ValueError, match=r"^window_size: expected (an integer|at least -1)"):
+        make_magi_attn_func()(*qkv(6), window_size=size)
+
+
+def test_arguments_of_attention_are_named():
+    attend, (q, k, v) = make_magi_attn_func(), qkv(6)
+    assert attend(q, k, v, cu_seqlens=[0, 2, 6]).equal(attend(q, k, v, cu_seqlens=torch.tensor([[0, 2, 6]])))
+    for call, message in (
+        (lambda: attend([1], k, v), "q: expected a tensor"),
+        (lambda: attend(q[0], k[0], v[0]), "q: expected 3 or 4 dimensions"),
+        (lambda: attend(q, k[None], v), "k: expected 3 or 4 dimensions"),
+        (lambda: attend(q, k, v, magi_attn_spec=3), "magi_attn_spec: expected AttnMaskSpec"),
+        (lambda: attend(q, k, v, cu_seqlens_q=torch.tensor([0.0, 6.0])), "cu_seqlens_q: expected integers"),
+        (lambda: make_magi_attn_func(True)(q, k, v), "softmax_scale: expected a number, got True"),
+        (lambda: make_magi_attn_func(state=3), "state: expected MagiState"),
+        (lambda: setup_magi({"model": {"attn_implementation": "magi"}}, None, domain="text"), "domain: expected"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()
+
+
+def test_arguments_of_packed_batches_are_named():
+    tokens, model = torch.arange(6), SimpleNamespace(config=HEADS)
+    batch = {"input_ids": tokens, "labels": tokens, "seq_lens": torch.tensor([2, 4])}
+    for wrong, message in (
+        ({"input_ids": None}, "input_ids: none were given"),
+        ({"input_ids": [1, 2]}, "input_ids: expected a tensor"),
+        ({"labels": tokens[:5]}, "labels: expected 6, one a token, got 5"),
+        ({"position_ids": tokens[:5]}, "position_ids: expected 6"),
+        ({"seq_lens": torch.tensor([2.0, 4.0])}, "seq_lens: expected integers"),
+        ({"seq_lens": torch.ones(6, dtype=torch.bool)}, "seq_lens: expected integers"),
+        ({"seq_lens": None}, "cu_seqlens: a packed batch needs"),
+    ):
+        for prepare in (
+            lambda given: automodel.magi_prepare_packed_cp(model, given, None),
+            lambda given: MagiState(enabled=True, custom=True).prepare_llm_batch(None, given, is_thd=True),
+        ):
+            with pytest.raises(ValueError, match=f"^{message}"):
+                prepare({**batch, **wrong})
+    for spec, message in ((3, "spec: expected AttnMaskSpec"), (AttnMaskSpec.causal(5), "spec: expected a mask of 6")):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            automodel.magi_prepare_packed_cp(model, batch, None, spec)
+    state = MagiState(enabled=True, custom=True)
+    for options, message in (({"is_thd": "no"}, "is_thd"), ({"is_thd": True}, "prefix_tree: expected a pair")):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            state.prepare_llm_batch(None, {**batch, "prefix_tree": ([6],)}, **options)
+    assert state.prepare_llm_batch(None, {**batch, "seq_lens": [2, 4]}, is_thd=True)[1]["cu_seqlens"].tolist() == [
+        0,
+        2,
+        6,
+    ]
+
+
 def test_a_packed_batch_for_one_rank_is_flat():
     state = MagiState(enabled=True, custom=True)
     tokens = torch.arange(12).view(2, 6)
@@ -257,6 +314,11 @@ def check_labels_of_padding(mesh):
     local, key = automodel.magi_prepare_packed_cp(model, batch, mesh["cp"])
     assert key.pad_size == 1 and undispatch(local["labels"], key).equal(tokens)
     assert summed([(local["labels"] != -100).sum()])[0] == 7
+    for without in ({"labels": None}, {}):  # to evaluate
+        given = {"input_ids": tokens, "seq_lens": torch.tensor([3, 4]), **without}
+        local, key = automodel.magi_prepare_packed_cp(model, given, mesh["cp"])
+        assert local.keys() == {"input_ids", "position_ids", "qkv_format"}
+        assert undispatch(local["input_ids"], key).equal(tokens)
 
 
 @pytest.fixture(scope="module")

@@ -161,9 +161,30 @@ def test_the_fields_for_megatron_make_the_same_mask():
         tree.item(n, 1)
 
 
+def test_a_tree_without_rows_gets_one_of_no_sample():
+    tree = make_prefix_tree([[1], [2]])
+    assert tree.num_rows == 0
+    made = tree.with_a_row()
+    assert (made.num_rows, made.num_predicted, made.mask.area) == (1, 0, 1)
+    assert [own.shape for own in made.gather(np.zeros((1, 3)))] == [(0, 3), (0, 3)]
+    assert made.weights([2, 3]).tolist() == [0]
+    assert made.item(1, 1)["node_parents"].tolist() == [-1] and not made.item(4, 2)["loss_mask"].any()
+    whole = make_prefix_tree([[1, 2]])
+    assert whole.with_a_row() is whole
+    assert make_prefix_tree([]).with_a_row().gather(np.zeros(1)) == []
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
+        (lambda: make_prefix_tree([[1, 2, 3]]).weights(["1"]), r"samples\[0\]: expected a number"),
+        (lambda: make_prefix_tree([[1, 2, 3]]).weights([None]), r"samples\[0\]: expected a number"),
+        (
+            lambda: make_prefix_tree([[1, 2, 3]]).weights([torch.ones(2, requires_grad=True)]),
+            r"samples\[0\]: expected a",
+        ),
+        (lambda: make_prefix_tree([[1, 2, 3]]).weights([[1, float("nan")]]), r"samples\[0\]: expected finite weights"),
+        (lambda: make_prefix_tree([[1, 2, 3]]).item(2.0, 1), "seqlen: expected an integer"),
         (lambda: make_prefix_tree([[1], []]), r"samples\[1\]: expected token ids"),
         (lambda: make_prefix_tree([[1, -1]]), r"samples\[0\]: expected token ids"),
         (lambda: make_prefix_tree([[1.5]]), r"samples\[0\]"),
