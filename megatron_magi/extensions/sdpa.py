@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from megatron_magi.checks import flag
 from megatron_magi.extensions.options import finite
 from megatron_magi.extensions.sink import Tensors, attention_with_sink, check_tensors
-from megatron_magi.ops.options import check_tensor
+from megatron_magi.operands.options import check_tensor
 
 _LSE_GRAIN, _BIAS_GRAIN, _HEAD_DIM_GRAIN, _MOST_HEAD_DIM = 32, 16, 8, 256
 """Multiples in which torch's CUDA kernels take rows of lse, columns of a mask and head dims; the largest head dim."""

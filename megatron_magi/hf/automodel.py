@@ -32,7 +32,7 @@ from megatron_magi.hf.attention import NAME, check_implementation, register
 from megatron_magi.hf.mask_spec import AttnMaskSpec
 from megatron_magi.hf.shard import IGNORED, heads_of, shard_batch
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.ops.options import check_tensor
+from megatron_magi.operands.options import check_tensor
 from megatron_magi.ops.slice_attention import slice_attention
 
 __all__ = [
