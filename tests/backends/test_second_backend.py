@@ -79,7 +79,7 @@ def use_prepared_batches(rank, num_ranks, batches, config):
         out, _ = distributed_attention(*leaves, plan, dist.group.WORLD, config=config)
         out.sum().backward()
         found.append((plan.degree, list(slices_backend.used)))
-        del batch, plan
+        del batch, plan, out, leaves
         assert not slices_backend.brought, item
     return found
 

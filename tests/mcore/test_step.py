@@ -13,7 +13,7 @@ import torch
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunState
 from megatron.training import training
 
-from megatron_magi import rates
+from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mcore import forward_step as forward_step_module
 from megatron_magi.mcore import loader, step, stock_step
@@ -214,7 +214,7 @@ def test_items_without_what_other_backends_broadcast_are_refused() -> None:
 
 
 def shared_rates(rank, num_ranks, tp_sizes):
-    own = replace(rates.H100, host_forward_us=100.0 + rank)
+    own = replace(DEFAULT, host_forward_us=100.0 + rank)
     found = MagiConfig(dispatch=DispatchConfig(rates=own))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_step_module, "with_present_rates", lambda _config: found)
@@ -225,7 +225,7 @@ def shared_rates(rank, num_ranks, tp_sizes):
 def test_all_ranks_choose_dispatches_by_the_rates_of_rank_0(ranks):
     """Stages of a pipeline too, which compare no plans."""
     tp_sizes, per_node = (1, 4, 16), (8, 2, 1)
-    expected = [replace(rates.H100, host_forward_us=100.0, ranks_per_node=size) for size in per_node]
+    expected = [replace(DEFAULT, host_forward_us=100.0, ranks_per_node=size) for size in per_node]
     assert ranks(2, shared_rates, tp_sizes) == [expected] * 2
 
 
