@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_magi import envs
 from megatron_magi.comm.agreement import MAX_VALUES, told
-from megatron_magi.comm.checksum import checksum
+from megatron_magi.comm.checksum import checksums
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat.runtime import DistAttnRuntimeKey, RuntimeCache, ranks_per_node_of
 from megatron_magi.compat.types import DistAttnConfig, HeadShape, head_shape_of, magi_config, with_head_shape
@@ -94,7 +94,9 @@ def values_to_compare(key: DistAttnRuntimeKey, compare: Mapping[str, Tensor | in
             raise ValueError(f"compare: expected tensors, or numbers of 63 bits, got {name}={value!r}")
     if key.cp_group is None or key.cp_group.size() == 1 or not key.config.comm.verify:
         return {}
-    return {name: checksum(x) if isinstance(x, Tensor) else x for name, x in compare.items()}
+    tensors = [x for x in compare.values() if isinstance(x, Tensor)]
+    sums = iter(checksums(tensors, tensors[0].device).tolist() if tensors else ())
+    return {name: next(sums) if isinstance(x, Tensor) else x for name, x in compare.items()}
 
 
 def _registered(runtimes: RuntimeCache, key: DistAttnRuntimeKey, environment: envs.Environment) -> DistAttnRuntimeKey:

@@ -55,7 +55,9 @@ def context_parallel(
     Raises:
         ValueError: the model is over another group already, attends otherwise, has layers that look at other tokens in
             another way (Mamba, indexed attention), has one output for a sequence, or computes another loss than that of
-            a causal language model. In forward: as `shard_batch`; no labels in training or with ``num_items_in_batch``.
+            a causal language model. In forward: as `shard_batch`, except that images, videos and audio are embedded by
+            the model if it gives its language model nothing but embeddings and positions; no labels in training or
+            with ``num_items_in_batch``.
     """
     group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
     if group is None or group.size() == 1:

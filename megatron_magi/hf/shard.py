@@ -175,7 +175,8 @@ def shard_batch(
     Args:
         batch: arguments of the model's forward, the same on all ranks: ``input_ids`` int ``[batch_size, seqlen]`` or
             ``inputs_embeds``, and where they are given ``labels``, ``shift_labels``, ``position_ids`` (else from 0 in
-            each row), ``attention_mask`` (of padding, ``[batch_size, seqlen]``), the flattening collator's
+            each row; of several axes where the model has them), ``attention_mask`` (of padding, ``[batch_size,
+            seqlen]``), the flattening collator's
             ``cu_seq_lens_q`` and ``cu_seq_lens_k``, and ``magi_mask``, an `AttnMask` over all tokens in place of the
             model's own masks.
         cp_group_or_mesh: the ranks.
@@ -191,6 +192,7 @@ def shard_batch(
 
     Raises:
         ValueError: an argument, named in the message, is wrong or cannot be sharded.
+        RuntimeError: when the ranks attend for the first time: their tokens, labels or positions differ.
     """
     return sharded(batch, cp_group_or_mesh, model_config, config)
 
