@@ -251,7 +251,7 @@ def magi_prepare_packed_cp(
     if spec is None:
         spec = AttnMaskSpec.of(builders.varlen(_bounds(flat, len(tokens)), causal=True))
     positions = flat.get("position_ids")
-    compare = {name: 0 if x is None else x for name, x in {**flat, "position_ids": positions}.items() if name in _ROWS}
+    compare = {name: 0 if flat.get(name) is None else flat[name] for name in _ROWS}
     key = magi_attn_flex_key(*_slices(spec), *heads_of(_config_of(model)), cp_group_or_mesh=cp_group, compare=compare)
     new_batch = {
         "input_ids": dispatch(tokens, key),
