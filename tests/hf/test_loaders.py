@@ -36,13 +36,14 @@ def samples():
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Counts how often it is read."""
+    """Counts the samples that are read."""
 
     num_reads = 0
 
     def __iter__(self):
-        Stream.num_reads += 1
-        return iter(samples())
+        for sample in samples():
+            Stream.num_reads += 1
+            yield sample
 
 
 def fill_in_the_middle(features):
