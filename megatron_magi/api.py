@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -40,7 +40,7 @@ from megatron_magi.compat.exports import (
     GeneralAttnMaskType,
     MagiConfig,
 )
-from megatron_magi.compat.keys import made_on_all_ranks, new_key, new_mask_key
+from megatron_magi.compat.keys import made_on_all_ranks, new_key, new_mask_key, values_to_compare
 from megatron_magi.compat.masks import mask_from_ranges, mask_of_key
 from megatron_magi.compat.runtime import RuntimeCache, default_device
 from megatron_magi.compat.static_keys import StaticKey
@@ -89,6 +89,7 @@ def magi_attn_flex_key(
     is_same_source: bool = True,
     is_q_permutable: bool = True,
     is_k_permutable: bool = True,
+    compare: Mapping[str, torch.Tensor | int] | None = None,
 ) -> DistAttnRuntimeKey:
     """Makes the key of any mask: queries ``q_ranges[i]`` see keys ``k_ranges[i]`` as ``attn_mask_type[i]``.
 
@@ -110,6 +111,9 @@ def magi_attn_flex_key(
             (`megatron_magi.envs`) and from defaults that adapt to the mask.
         is_same_source, is_q_permutable, is_k_permutable: must be True: queries and keys are the
             same tokens.
+        compare: tensors that all ranks must hold alike (tokens, labels, positions), by name, at most 15. Their
+            checksums are compared together with the plan. The host waits for tensors on a GPU: give those on the CPU,
+            or in place of a tensor a number of 63 bits.
 
     Returns:
         A hashable key; equal arguments give equal keys, which share one plan.
@@ -125,7 +129,8 @@ def magi_attn_flex_key(
         mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
         shape = (num_heads_q, num_heads_kv, head_dim)
         key = new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
-    return _RUNTIMES.compared(key)
+        others = values_to_compare(key, compare)
+    return _RUNTIMES.compared(key, others)
 
 
 @outside_graphs
@@ -141,13 +146,14 @@ def magi_attn_varlen_key(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     dist_attn_config: DistAttnConfig | MagiConfig | None = None,
+    compare: Mapping[str, torch.Tensor | int] | None = None,
 ) -> DistAttnRuntimeKey:
     """Makes the key of packed documents, full, causal or with a sliding window.
 
     Args:
         cu_seqlens_q, cu_seqlens_k, causal, window_size: see `infer_attn_mask_from_cu_seqlens`.
         num_heads_q, num_heads_kv, head_dim, pad_size, chunk_size, cp_group_or_mesh,
-            dist_attn_config: see `magi_attn_flex_key`.
+            dist_attn_config, compare: see `magi_attn_flex_key`.
 
     Raises:
         ValueError: an argument, named in the message, is wrong.
@@ -156,7 +162,8 @@ def magi_attn_varlen_key(
         mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size)
         shape = (num_heads_q, num_heads_kv, head_dim)
         key = new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
-    return _RUNTIMES.compared(key)
+        others = values_to_compare(key, compare)
+    return _RUNTIMES.compared(key, others)
 
 
 @outside_graphs

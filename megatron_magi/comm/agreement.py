@@ -6,7 +6,7 @@ Calls are compared in `megatron_magi.comm.calls`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 from megatron_magi.comm.calls import CallLog, calls_of, log_of
 from megatron_magi.comm.groups import all_gather_single, names_of
+
+MAX_VALUES = 16
+"""Values of a comparison; a rank sends all of them, so that ranks which compare others do not wait for each other."""
 
 
 class _Comparison(NamedTuple):
@@ -32,14 +35,14 @@ class Agreement:
         done: dist.Work | torch.cuda.Event | None,
         values: torch.Tensor,
         group: dist.ProcessGroup | None,
-        what: str,
+        names: tuple[str, ...],
         log: CallLog | None = None,
         call: int = 0,
     ) -> None:
         self._done = done
         self._values = values
         self._group = group
-        self._what = what
+        self._names = names
         self._log = log
         self._call = call
 
@@ -50,15 +53,18 @@ class Agreement:
             RuntimeError: the values differ; all ranks raise the same message. Or some ranks made another call, or did
                 not take part within the group's timeout; the message names them.
         """
-        values = self.values()
-        if len(set(values)) > 1:
-            raise RuntimeError(_message(values, self._group, self._what))
+        self.values()
+        names = (*self._names, *["values of other names"] * (MAX_VALUES - len(self._names)))
+        columns = zip(names, self._values.T.tolist(), strict=False)
+        differ = [_message(values, self._group, name) for name, values in columns if len(set(values)) > 1]
+        if differ:
+            raise RuntimeError("\n".join(differ))
 
     def values(self) -> list[int]:
-        """Waits like `wait`, and returns the values of all ranks, in their order, without comparing them."""
+        """Waits like `wait`, and returns the (first) values of all ranks, in their order, without comparing them."""
         if self._log is not None:
             self._await(self._log)
-        return self._values.tolist()
+        return self._values[:, 0].tolist()
 
     def _await(self, log: CallLog) -> None:
         done = self._done
@@ -76,8 +82,10 @@ class Agreement:
             raise RuntimeError(text or f"{note}: {error}") from error
 
 
-def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> Agreement:
-    """Starts comparing ``value`` over the group: one all-gather of 8 bytes a rank.
+def start_agreement(
+    value: int, group: dist.ProcessGroup | None, what: str, others: Mapping[str, int] | None = None
+) -> Agreement:
+    """Starts comparing ``value`` over the group: one all-gather of 128 bytes a rank.
 
     Every rank of the group must call it, in the same order among its collectives.
 
@@ -85,28 +93,32 @@ def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> A
         value: 0 <= value < 2**63, for example a hash.
         group: the ranks; the default group when None. Without any, a single rank agrees with itself.
         what: what is compared, for the message, for example ``plan``.
+        others: values that are compared with it, by what they are, in the same order on all ranks.
 
     Raises:
-        ValueError: ``value`` is out of bounds.
+        ValueError: a value is out of bounds, or there are more than `MAX_VALUES`.
     """
-    if not 0 <= value < 1 << 63:
-        raise ValueError(f"value: expected 63 bits, got {value}")
-    if group is None and not dist.is_initialized():
-        return Agreement(None, torch.tensor([value], device="cpu"), group, what)
-    num_ranks = dist.get_world_size(group)
+    values = {what: value, **(others or {})}
+    for one in values.values():
+        if not 0 <= one < 1 << 63:
+            raise ValueError(f"value: expected 63 bits, got {one}")
+    if len(values) > MAX_VALUES:
+        raise ValueError(f"others: at most {MAX_VALUES - 1} can be compared, got {len(values) - 1}")
+    names, row = tuple(values), [*values.values(), *[0] * (MAX_VALUES - len(values))]
+    num_ranks = 1 if group is None and not dist.is_initialized() else dist.get_world_size(group)
     if num_ranks == 1:
-        return Agreement(None, torch.tensor([value], device="cpu"), group, what)
+        return Agreement(None, torch.tensor([row], dtype=torch.int64, device="cpu"), group, names)
     log = log_of(dist.group.WORLD if group is None else group)
     with log:
         call = log.begin(_Comparison(what))
         on_gpu = _needs_gpu(group)
-        mine = torch.tensor([value], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-        values = torch.empty(num_ranks, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        mine = torch.tensor([row], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        found = torch.empty((num_ranks, MAX_VALUES), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         if on_gpu:
-            return Agreement(_gather_aside(values, mine, group), values, group, what, log, call)
+            return Agreement(_gather_aside(found, mine, group), found, group, names, log, call)
         # The work keeps both tensors.
-        work = all_gather_single(values, mine, group=group, async_op=True)
-        return Agreement(work, values, group, what, log, call)
+        work = all_gather_single(found, mine, group=group, async_op=True)
+        return Agreement(work, found, group, names, log, call)
 
 
 @contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from torch import Tensor
+
 from megatron_magi import envs
-from megatron_magi.comm.agreement import told
+from megatron_magi.comm.agreement import MAX_VALUES, told
+from megatron_magi.comm.checksum import checksums
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat.runtime import DistAttnRuntimeKey, RuntimeCache, ranks_per_node_of
 from megatron_magi.compat.types import DistAttnConfig, HeadShape, head_shape_of, magi_config, with_head_shape
@@ -74,6 +77,26 @@ def new_mask_key(
     first = key if key.key_for_dispatch is None else key.key_for_dispatch
     new = DistAttnRuntimeKey(mask, *shape, cp_group=key.cp_group, config=config, key_for_dispatch=first)
     return _registered(runtimes, new, environment)
+
+
+def values_to_compare(key: DistAttnRuntimeKey, compare: Mapping[str, Tensor | int] | None) -> dict[str, int]:
+    """Checksums of the tensors in ``compare``, and its numbers; none where the key is not compared.
+
+    Raises:
+        ValueError: ``compare`` is no mapping, or is of something else, or of too many.
+    """
+    if compare is None:
+        return {}
+    if not isinstance(compare, Mapping) or len(compare) >= MAX_VALUES:
+        raise ValueError(f"compare: expected a mapping from at most {MAX_VALUES - 1} names to tensors, got {compare!r}")
+    for name, value in compare.items():
+        if not isinstance(value, Tensor) and not (isinstance(value, int) and 0 <= value < 1 << 63):
+            raise ValueError(f"compare: expected tensors, or numbers of 63 bits, got {name}={value!r}")
+    if key.cp_group is None or key.cp_group.size() == 1 or not key.config.comm.verify:
+        return {}
+    tensors = [x for x in compare.values() if isinstance(x, Tensor)]
+    sums = iter(checksums(tensors, tensors[0].device).tolist() if tensors else ())
+    return {name: next(sums) if isinstance(x, Tensor) else x for name, x in compare.items()}
 
 
 def _registered(runtimes: RuntimeCache, key: DistAttnRuntimeKey, environment: envs.Environment) -> DistAttnRuntimeKey:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -180,9 +181,9 @@ class KeyRuntime:
             num_indices += GroupCastArgs.num_indices(transfer.num_send, transfer.num_recv)
         return num_indices * _INDEX_BYTES
 
-    def compare(self) -> None:
-        """Starts comparing the plan with the other ranks'; collective."""
-        self._pending.append(start_agreement(self.plan.plan_hash, self.group, "plan"))
+    def compare(self, others: Mapping[str, int] | None = None) -> None:
+        """Starts comparing the plan, and ``others``, with the other ranks'; collective."""
+        self._pending.append(start_agreement(self.plan.plan_hash, self.group, "plan", others))
 
     def agreed(self) -> KeyRuntime:
         """This runtime, once all ranks are known to have the same plan.
@@ -243,12 +244,17 @@ class RuntimeCache:
         self._most_recent[key.cp_group] = key
         return runtime
 
-    def compared(self, key: DistAttnRuntimeKey) -> DistAttnRuntimeKey:
-        """``key``, which was just registered, while its plan is being compared with the other ranks'; collective."""
+    def compared(self, key: DistAttnRuntimeKey, others: Mapping[str, int] | None = None) -> DistAttnRuntimeKey:
+        """``key``, which was just registered, while its plan is being compared with the other ranks'; collective.
+
+        Args:
+            key: on its group.
+            others: values that are compared with the plan, by name.
+        """
         runtime = self.get(key)
         # Also when the plan was there already: on another rank the same call may bring a new one.
         if key.config.comm.verify and runtime.plan.cp_size > 1:
-            runtime.compare()
+            runtime.compare(others)
         return key
 
     def most_recent(self, group: dist.ProcessGroup | None) -> DistAttnRuntimeKey:

@@ -57,6 +57,9 @@ DEFAULT_CHUNK_SIZE = None
 _SAID = {"max_seqlen", "max_seqlen_q", "max_seqlen_kv", "cu_seqlens_kv", "qkv_format", "cp_size", "cp_rank"}
 """Arguments of attention that say what is known from others."""
 
+_ROWS = ("input_ids", "labels", "position_ids")
+"""What a packed batch has for each token."""
+
 logger = logging.getLogger(__name__)
 register_magi_attention = register
 
@@ -203,8 +206,11 @@ def build_flex_key(
     spec: AttnMaskSpec, num_heads_q: int, num_heads_kv: int, head_dim: int, cp_group: Group
 ) -> DistAttnRuntimeKey:
     """The key of a mask; padding is computed, on one rank there is none."""
-    ranges = (spec.q_ranges, spec.k_ranges, spec.mask_types, spec.total_seqlen, spec.total_seqlen)
-    return magi_attn_flex_key(*ranges, num_heads_q, num_heads_kv, head_dim, cp_group_or_mesh=cp_group)
+    return magi_attn_flex_key(*_slices(spec), num_heads_q, num_heads_kv, head_dim, cp_group_or_mesh=cp_group)
+
+
+def _slices(spec: AttnMaskSpec) -> tuple:
+    return spec.q_ranges, spec.k_ranges, spec.mask_types, spec.total_seqlen, spec.total_seqlen
 
 
 def magi_prepare_batch(
@@ -259,8 +265,9 @@ def magi_prepare_packed_cp(
     instance(spec, "spec", AttnMaskSpec)
     if spec.total_seqlen != len(tokens):
         raise ValueError(f"spec: expected a mask of {len(tokens)} tokens, got {spec.total_seqlen}")
-    key = build_flex_key(spec, *heads_of(_config_of(model)), cp_group)
     positions = flat.get("position_ids")
+    compare = {name: 0 if flat.get(name) is None else flat[name] for name in _ROWS}
+    key = magi_attn_flex_key(*_slices(spec), *heads_of(_config_of(model)), cp_group_or_mesh=cp_group, compare=compare)
     new_batch = {
         "input_ids": dispatch(tokens, key),
         "position_ids": get_position_ids(key).to(tokens.device) if positions is None else dispatch(positions, key),

@@ -16,11 +16,14 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatron_magi.comm.groups import Group, group_of
+from megatron_magi.compat.keys import made_on_all_ranks
 from megatron_magi.config import MagiConfig
 from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
+from megatron_magi.hf.loaders import prepare_by_batch
+from megatron_magi.hf.media import decoder_of, embedded, give_to_decoder
 from megatron_magi.hf.outputs import gathered, whole
-from megatron_magi.hf.shard import shard_batch
+from megatron_magi.hf.shard import sharded
 
 _DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -52,7 +55,9 @@ def context_parallel(
     Raises:
         ValueError: the model is over another group already, attends otherwise, has layers that look at other tokens in
             another way (Mamba, indexed attention), has one output for a sequence, or computes another loss than that of
-            a causal language model. In forward: as `shard_batch`; no labels in training or with ``num_items_in_batch``.
+            a causal language model. In forward: as `shard_batch`, except that images, videos and audio are embedded by
+            the model if it gives its language model nothing but embeddings and positions; no labels in training or
+            with ``num_items_in_batch``.
     """
     group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
     if group is None or group.size() == 1:
@@ -69,13 +74,11 @@ def context_parallel(
     def shard(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         names = list(inspect.signature(module.forward).parameters)
         batch = {**dict(zip(names, args, strict=False)), **kwargs, "use_cache": False}
-        _check_call(module, batch, own_numbers, has_own_loss)
+        with made_on_all_ranks(group, config):
+            _check_call(module, batch, own_numbers, has_own_loss)
         if hasattr(batch.get("attention_mask"), "magi_shard"):
             return (), batch
-        _check_training(module, batch)
-        local, made = shard_batch(batch, group, module.config, config)
-        made.is_of_model = True
-        return (), local
+        return (), _rows_of(module, batch, group, config)
 
     @outside_graphs
     def whole_loss(_module: PreTrainedModel, _args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -98,9 +101,24 @@ def context_parallel(
 
     model.register_forward_pre_hook(shard, with_kwargs=True)
     model.register_forward_hook(whole_loss, with_kwargs=True)
-    for module in model.modules():
+    give_to_decoder(model)
+    setattr(model, CP_GROUP, group.group_name)
+    for module in (decoder_of(model) or model).modules():  # vision encoders attend over what all ranks have
         setattr(module, CP_GROUP, group.group_name)
     return model
+
+
+def _rows_of(
+    model: PreTrainedModel, batch: dict[str, Any], group: dist.ProcessGroup, config: MagiConfig | None
+) -> dict[str, Any]:
+    """The model's arguments for this rank's rows of a batch, whose images are embedded first. Collective."""
+    with made_on_all_ranks(group, config):
+        _check_training(model, batch)
+        media = embedded(model, batch)
+    local, made = sharded(media.batch, group, model.config, config, media.compared)
+    made.is_of_model = True
+    media.attach(made, local)
+    return local
 
 
 @dataclass
@@ -169,6 +187,7 @@ class MagiParallelismConfig(ParallelismConfig):
 
         # The Trainer calls the second one where it evaluates alone.
         accelerator.prepare, accelerator.prepare_model = map(sharded, (accelerator.prepare, accelerator.prepare_model))
+        prepare_by_batch(accelerator, self)
         accelerator.gather_for_metrics = _OncePerBatch(accelerator, self).gather_for_metrics
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
-from megatron_magi.hf.shard import shard_batch
+from megatron_magi.hf.shard import sharded
 from megatron_magi.packing import PrefixTree
 
 
@@ -39,6 +40,7 @@ def log_probs(
     Raises:
         ValueError: the model attends otherwise, has layers with a window, or is context-parallel over other ranks;
             ``tree`` is none, or has no rollouts; as `shard_batch`.
+        RuntimeError: the ranks' trees differ.
     """
     if not isinstance(tree, PrefixTree):
         raise ValueError(f"tree: expected a PrefixTree, as make_prefix_tree returns it, got {type(tree).__name__}")
@@ -58,7 +60,9 @@ def log_probs(
     labels = torch.from_numpy(tree.labels).to(device)[None]
     if group is None or group.size() == 1:
         return tree.gather(_of_labels(model(**batch, use_cache=False).logits, labels)[0])
-    local, shard = shard_batch({**batch, "use_cache": False}, group, unwrapped.config, config)
+    # Of labels the last ones are no tokens of the batch, and rows tell the rollouts' order.
+    compared = {"labels": labels, "tree": torch.from_numpy(np.concatenate([tree.sample_bounds, tree.rows]))}
+    local, shard = sharded({**batch, "use_cache": False}, group, unwrapped.config, config, compared)
     rows = _of_labels(model(**local).logits, shard.dispatch(labels))
     # Each rank's loss has the whole gradient: their sum here makes up for the mean over ranks of what follows.
     return tree.gather(shard.undispatch(rows, is_partial_grad=True)[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,12 @@ from megatron_magi.api import (
     undispatch,
 )
 from megatron_magi.comm.groups import Group, group_of
+from megatron_magi.compat.keys import made_on_all_ranks
 from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import MagiConfig
 from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.attention import WINDOWS, LayerMask, NoTensor, check_mask, check_no_window, document_bounds_of
+from megatron_magi.hf.batch_positions import check_positions, document_positions, num_axes_of, read
 from megatron_magi.hf.intervals import Intervals
 from megatron_magi.hf.mask_functions import Rows, Unknown, at_positions, intervals_of, parts_of, to_numpy
 from megatron_magi.mask import AttnMask
@@ -30,6 +32,9 @@ from megatron_magi.operands.options import check_tensor
 
 IGNORED = -100
 """The label that has no loss."""
+
+COMPARED = ("input_ids", "labels", "shift_labels", "position_ids")
+"""What is compared over the ranks. ``inputs_embeds`` are not: ranks compute them, each with its own rounding."""
 
 
 @dataclass(eq=False)
@@ -50,25 +55,39 @@ class Shard:
         is_of_model: a context-parallel model made it from a whole batch; else who calls the model did.
         key: of the dispatch; for functions of `megatron_magi.api`.
         num_calls: of attention so far.
+        of_decoder: what a language model inside a model gets, and what it gets in addition; see `hf.media`.
     """
 
     def __init__(
-        self, model_config: Any, batch: Mapping[str, Any], group: dist.ProcessGroup | None, config: MagiConfig | None
+        self, model_config: Any, batch: Mapping[str, Any], group: dist.ProcessGroup | None, compared: list[str]
     ) -> None:
         tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch["inputs_embeds"]
         self.group, self.num_calls = group, 0
         self.batch_size, self.seqlen = int(tokens.shape[0]), int(tokens.shape[1])
         self.num_predictions, self.is_of_model = self.seqlen, False
+        self._model_config = model_config
+        self.of_decoder: tuple[dict[str, Tensor], dict[str, Any]] | None = None
         self._magi_mask: AttnMask | None = batch.get("magi_mask")
         self._padding = _padding(batch.get("attention_mask"), self.batch_size, self.seqlen)
+        positions = document_positions(batch["position_ids"], num_axes_of(model_config))
+        if positions is None:
+            positions = torch.arange(self.seqlen, device=tokens.device)[None]
+        on_cpu, self._checksums = read(positions, {name: batch[name] for name in compared})
         # In the tokens of all sequences: documents by positions, and those that are given in addition.
-        self._documents = document_bounds_of(batch["position_ids"], None, self.batch_size, self.seqlen)
+        self._documents = document_bounds_of(torch.from_numpy(on_cpu), None, self.batch_size, self.seqlen)
         self._said: np.ndarray | None = None
         if batch.get("cu_seq_lens_q") is not None:
             self._said = document_bounds_of(None, batch["cu_seq_lens_q"], self.batch_size, self.seqlen)
-        mask = self._mask(_widest(model_config.get_text_config()))
+        self._first_mask = self._mask(_widest(model_config.get_text_config()))
+
+    def plan(self, config: MagiConfig | None, names: Iterable[str]) -> None:
+        """Makes the key; collective. Compares over the ranks what was read under ``names``; 0 where none was given."""
         self.key = magi_attn_flex_key(
-            *mask.to_ranges(), *heads_of(model_config), cp_group_or_mesh=group, dist_attn_config=config
+            *self._first_mask.to_ranges(),
+            *heads_of(self._model_config),
+            cp_group_or_mesh=self.group,
+            dist_attn_config=config,
+            compare={name: self._checksums.get(name, 0) for name in names},
         )
 
     def layer_mask(self, mask_function: Callable) -> ShardMask:
@@ -156,7 +175,8 @@ def shard_batch(
     Args:
         batch: arguments of the model's forward, the same on all ranks: ``input_ids`` int ``[batch_size, seqlen]`` or
             ``inputs_embeds``, and where they are given ``labels``, ``shift_labels``, ``position_ids`` (else from 0 in
-            each row), ``attention_mask`` (of padding, ``[batch_size, seqlen]``), the flattening collator's
+            each row; of several axes where the model has them), ``attention_mask`` (of padding, ``[batch_size,
+            seqlen]``), the flattening collator's
             ``cu_seq_lens_q`` and ``cu_seq_lens_k``, and ``magi_mask``, an `AttnMask` over all tokens in place of the
             model's own masks.
         cp_group_or_mesh: the ranks.
@@ -172,20 +192,43 @@ def shard_batch(
 
     Raises:
         ValueError: an argument, named in the message, is wrong or cannot be sharded.
+        RuntimeError: when the ranks attend for the first time: their tokens, labels or positions differ.
     """
+    return sharded(batch, cp_group_or_mesh, model_config, config)
+
+
+def sharded(
+    batch: Mapping[str, Any],
+    cp_group_or_mesh: Group,
+    model_config: Any,
+    config: MagiConfig | None,
+    others: Mapping[str, Tensor] | None = None,
+) -> tuple[dict[str, Any], Shard]:
+    """`shard_batch`, which also compares ``others``, tensors by name, over the ranks."""
     group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
-    given = {name: value for name, value in batch.items() if value is not None}
-    tokens = given.get("input_ids", given.get("inputs_embeds"))
-    if tokens is None:
-        raise ValueError("input_ids: none were given, and no inputs_embeds")
-    _check(given)
-    if "position_ids" not in given:
-        given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    is_shifted_here = "labels" in given and "shift_labels" not in given
-    if is_shifted_here:
-        given["shift_labels"] = torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)
-    shard = Shard(model_config, given, group, config)
+    others = others or {}
+    with made_on_all_ranks(group, config):
+        given = {name: value for name, value in batch.items() if value is not None}
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        if tokens is None:
+            raise ValueError("input_ids: none were given, and no inputs_embeds")
+        _check(given, num_axes_of(model_config))
+        is_compared = group is not None and group.size() > 1 and (config is None or config.comm.verify)
+        compared = [name for name in (*COMPARED, *others) if is_compared and name in {**given, **others}]
+        if "position_ids" not in given:
+            given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        is_shifted_here = "labels" in given and "shift_labels" not in given
+        if is_shifted_here:
+            given["shift_labels"] = torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)
+        shard = Shard(model_config, {**others, **given}, group, compared)
+    shard.plan(config, (*COMPARED, *others))
     shard.num_predictions -= is_shifted_here
+    return _rows_of(given, shard), shard
+
+
+def _rows_of(given: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+    """The model's arguments for this rank's rows."""
+    group, tokens = shard.group, given.get("input_ids", given.get("inputs_embeds"))
     out = {name: value for name, value in given.items() if name not in _CONSUMED}
     shape = (shard.batch_size, shard.seqlen)
     for name, pad_value in (("input_ids", 0), ("inputs_embeds", 0), ("labels", IGNORED), ("shift_labels", IGNORED)):
@@ -195,18 +238,33 @@ def shard_batch(
     if "labels" in given and "num_items_in_batch" not in given:
         # So that the mean of ranks' losses is the mean over tokens.
         out["num_items_in_batch"] = (given["shift_labels"] != IGNORED).sum() / (1 if group is None else group.size())
-    out["position_ids"] = shard.dispatch(given["position_ids"].expand(shape))
+    positions = given["position_ids"].expand(*given["position_ids"].shape[:-2], *shape)
+    if positions.ndim == 3:  # of several axes
+        out["position_ids"] = shard.dispatch(positions.permute(1, 2, 0)).permute(2, 0, 1)
+    else:
+        out["position_ids"] = shard.dispatch(positions)
     # Transformers hands it to the makers of masks, which find the shard on it.
-    ones = torch.ones(out["position_ids"].shape, dtype=torch.bool, device=tokens.device)
+    ones = torch.ones(out["position_ids"].shape[-2:], dtype=torch.bool, device=tokens.device)
     out["attention_mask"] = ones.as_subclass(ShardOnes)
     out["attention_mask"].magi_shard = shard
-    return out, shard
+    return out
 
 
+_MEDIA = (
+    "pixel_",
+    "image_",
+    "video_",
+    "audio_",
+    "mm_",
+    "input_features",
+    "input_values",
+    "feature_",
+    "second_per_grid",
+)
 _CONSUMED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "magi_mask"}
 
 
-def _check(given: Mapping[str, Any]) -> None:
+def _check(given: Mapping[str, Any], num_axes: int) -> None:
     for name in ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "cu_seq_lens_q"):
         if name in given:
             check_tensor(name, given[name])
@@ -217,20 +275,25 @@ def _check(given: Mapping[str, Any]) -> None:
     for name in ("input_ids", "labels", "shift_labels"):
         if name in given and list(given[name].shape) != shape:
             raise ValueError(f"{name}: expected {shape}, got {list(given[name].shape)}")
-    positions = given.get("position_ids")
-    if positions is not None and list(positions.shape) not in (shape, [1, shape[1]]):
-        raise ValueError(f"position_ids: expected {shape}, got {list(positions.shape)}")
+    if "position_ids" in given:
+        check_positions(given["position_ids"], shape, num_axes)
     if "attention_mask" in given and "magi_mask" in given:
         raise ValueError("attention_mask: give padding in magi_mask, not in addition to it")
-    if given.get("past_key_values") is not None:
+    if "past_key_values" in given:
         raise ValueError("past_key_values: a cache cannot be sharded")
     total = shape[0] * shape[1]
     mask = given.get("magi_mask")
     if mask is not None:
         check_mask(mask, total)
-    for name in ("token_type_ids", "mm_token_type_ids", "pixel_values", "cache_position"):
-        if name in given:
-            raise ValueError(f"{name}: cannot be sharded; batches of text alone can, without it")
+    for name in given:
+        if is_media(name) or name in ("token_type_ids", "cache_position"):
+            more = "; images, videos and audio are embedded by context-parallel models that take them"
+            raise ValueError(f"{name}: cannot be sharded; text alone can, without it{more * is_media(name)}")
+
+
+def is_media(name: str) -> bool:
+    """Whether an argument of this name has to do with images, videos or audio."""
+    return name.startswith(_MEDIA)
 
 
 def _padding(attention_mask: Any, batch_size: int, seqlen: int) -> np.ndarray | None:
