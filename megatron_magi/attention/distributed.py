@@ -294,8 +294,8 @@ class _DistributedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout, _dlse, _dmax_logits):
-        q, k, v, sink, out, lse, *saved_keys = ctx.saved_tensors
+    def backward(ctx: Any, saved, dout, _dlse, _dmax_logits):
+        q, k, v, sink, out, lse, *saved_keys = saved
         call: Call = ctx.call
         if dout is None:
             # Nothing here depends on the output, but this rank must take part for the gradients of other ranks' keys.

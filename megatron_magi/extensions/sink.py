@@ -118,8 +118,8 @@ class _WithSink(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse, *kept = ctx.saved_tensors
+    def backward(ctx: Any, saved: Tensors, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse, *kept = saved
         dsink = None
         if sink is not None and ctx.needs_input_grad[4]:
             rows, delta = lse.transpose(-1, -2), row_products(dout, out)

@@ -40,10 +40,10 @@ class _SliceAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, _dlse, _dmax_logits):
+    def backward(ctx, saved, dout, _dlse, _dmax_logits):
         if dout is None:
             return (None,) * 5
-        q, k, v, sink, out, lse = ctx.saved_tensors
+        q, k, v, sink, out, lse = saved
         bands, options, impl, _ = ctx.call
         if options.sanity_check:
             require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(bands))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.ops.derivatives import refuse_second
 from megatron_magi.ops.finite import describe_by_bands, require_finite
 from megatron_magi.ops.mask_tensors import bands_of
 from megatron_magi.ops.merge import accumulate_dtype
@@ -100,6 +101,7 @@ def _operator_backward(ctx, dout, _dlse, _dmax_logits):
 
 
 _forward_operator.register_autograd(_operator_backward, setup_context=_keep_for_backward)
+_backward_operator.register_autograd(refuse_second)
 
 
 def slice_attention_traced(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.checks import flag
-from megatron_magi.ops.derivatives import refuse_tangents
+from megatron_magi.ops.derivatives import refuse_second, refuse_tangents
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.impl import sparse_hopper, sparse_reference
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient, sink_lse
@@ -259,3 +259,4 @@ def _operator_backward(ctx, dout, _dlse, _dmax_logits):
 
 
 _forward_operator.register_autograd(_operator_backward, setup_context=_keep_for_backward)
+_backward_operator.register_autograd(refuse_second)

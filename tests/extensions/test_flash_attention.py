@@ -222,3 +222,13 @@ def test_a_kernel_that_is_not_installed_is_named(version, monkeypatch):
     q, k, v, sink = tensors((1,), 5, 5, 1, "sh")
     with pytest.raises(ImportError, match=f"^flash_attn.*{version}.*_with_sink need"):
         getattr(extensions, f"{version}_func_with_sink")(q, k, v, sink)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_second_derivative_is_an_error_by_any_input(version, place):
+    inputs = tensors((2,), 4, 5, 1, "sh")
+    out = getattr(extensions, f"{version}_func_with_sink")(*inputs)
+    (first,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        torch.autograd.grad(first.sum(), inputs[place], materialize_grads=True)
