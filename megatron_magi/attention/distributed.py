@@ -29,7 +29,7 @@ from megatron_magi.ops.hopper.one_launch import backward_pays, new_makers
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.operands import BackwardInputs
-from megatron_magi.ops.options import make_options
+from megatron_magi.ops.options import make_options, written_out
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.variables import NATIVE_COLLECTIVES
@@ -97,6 +97,7 @@ def distributed_attention(
     group = group_of(group)
     with _calls(group, rank_plan.cp_size, config) as calls:
         refuse_tangents(q, k, v, sink)
+        q, k, v, sink = written_out(q, k, v, sink)
         flag(return_max_logits, "return_max_logits")
         key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)
         known = rank_plan.runtime.calls

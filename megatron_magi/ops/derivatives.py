@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from megatron_magi.eager import refuse_transforms
+from megatron_magi.ops.options import written_out
 
 
 def once_differentiable(backward: Callable) -> Callable:
@@ -26,6 +27,7 @@ def once_differentiable(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_transforms("the gradient of attention")
+        grads = written_out(*grads)
         saved = ctx.saved_tensors  # read once, as checkpoints may compute them in a second forward
         if not torch.is_grad_enabled():  # nothing is recorded, so there is nothing to reject
             return backward(ctx, saved, *grads)

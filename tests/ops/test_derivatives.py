@@ -10,7 +10,6 @@ from megatron_magi.api import calc_attn, dispatch, flex_flash_attn_func, magi_at
 from megatron_magi.extensions import sdpa_func_with_sink
 from megatron_magi.mask import builders
 
-
 MASK = builders.causal(6)
 
 
