@@ -282,7 +282,7 @@ def dispatch(
     gathers = is_partial_grad is not True and getattr(x, "requires_grad", False) and torch.is_grad_enabled()
     with told(runtime.agreed().group if gathers else None, verify):
         arguments.rows(x, "x", total_seqlen, f"the sequence has {total_seqlen} tokens")
-        arguments.check_pad_value(pad_value, x.dtype)
+        pad_value = arguments.pad_number(pad_value, x.dtype)
         flag(is_partial_grad, "is_partial_grad")
         if not gathers:
             return _dispatch.dispatch(x, runtime.shard.rows(x.device), pad_value=pad_value)

@@ -26,7 +26,7 @@ from megatron_magi.lru import LruCache
 from megatron_magi.operands.finite import require_finite
 from megatron_magi.operands.merge import accumulate_dtype, sink_gradient
 from megatron_magi.operands.meta import AttnForwardMeta
-from megatron_magi.operands.options import make_options
+from megatron_magi.operands.options import make_options, written_out
 from megatron_magi.operands.passes import BackwardInputs
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
@@ -96,6 +96,7 @@ def distributed_attention(
     group = group_of(group)
     with _calls(group, rank_plan.cp_size, config) as calls:
         refuse_tangents(q, k, v, sink)
+        q, k, v, sink = written_out(q, k, v, sink)
         flag(return_max_logits, "return_max_logits")
         key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)
         known = rank_plan.runtime.calls
@@ -296,8 +297,8 @@ class _DistributedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout, _dlse, _dmax_logits):
-        q, k, v, sink, out, lse, *saved_keys = ctx.saved_tensors
+    def backward(ctx: Any, saved, dout, _dlse, _dmax_logits):
+        q, k, v, sink, out, lse, *saved_keys = saved
         call: Call = ctx.call
         if dout is None:
             # Nothing here depends on the output, but this rank must take part for the gradients of other ranks' keys.

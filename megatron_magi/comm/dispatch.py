@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_magi.checks import integer
 from megatron_magi.comm.calls import calls_of
 from megatron_magi.comm.groups import Group, all_gather_single, group_of, reduce_scatter_single
+from megatron_magi.comm.row_layout import written_out
 from megatron_magi.eager import refuse_transforms
 from megatron_magi.upload import upload
 
@@ -28,7 +29,7 @@ _STANDS_FOR = {
 """Dtypes of which torch neither fills nor sends rows, with one of the same width of which it does."""
 
 
-def _as_filled(x: torch.Tensor) -> torch.Tensor:
+def as_filled(x: torch.Tensor) -> torch.Tensor:
     """``x``, or a view of it in another dtype of its width where torch does not fill rows of its own.
 
     Raises:
@@ -41,18 +42,31 @@ def _as_filled(x: torch.Tensor) -> torch.Tensor:
     return x.view(_STANDS_FOR[x.dtype])
 
 
+def value_as_filled(value: float, dtype: torch.dtype) -> float:
+    """What `as_filled` makes of a number that ``dtype`` holds."""
+    # The bits of 0 are 0 in all of these dtypes but float8_e8m0fnu, which has no 0.
+    if not value or dtype not in _STANDS_FOR:
+        return value
+    value = value if dtype.is_floating_point else int(value)
+    return as_filled(torch.tensor([value], dtype=dtype, device="cpu")).item()
+
+
 def as_moved(x: torch.Tensor) -> torch.Tensor:
-    """`_as_filled` in a dtype that backends send too."""
-    x = _as_filled(x)
+    """`as_filled` in a dtype that backends send too."""
+    x = as_filled(x)
     return x.view(torch.bfloat16) if x.dtype == torch.int16 else x
 
 
 def along_rows(move: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int) -> torch.Tensor:
     """What ``move`` makes of ``x``, whose sequence lies along ``dim``, in the dtype of ``x``.
 
-    ``move`` takes and returns tensors whose sequence comes first, in the dtype in which `as_moved` views them.
+    ``move`` takes and returns tensors whose sequence comes first, in the dtype in which `as_moved` views them; complex
+    numbers as pairs of real ones.
     """
-    moved = move(as_moved(x).movedim(dim, 0)).movedim(0, dim)
+    x = written_out(x)
+    moved = move((torch.view_as_real(x) if x.is_complex() else as_moved(x)).movedim(dim, 0)).movedim(0, dim)
+    if x.is_complex():
+        return torch.view_as_complex(moved)
     return moved if moved.dtype == x.dtype else moved.view(x.dtype)
 
 
@@ -94,11 +108,8 @@ def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: f
         ValueError: ``x`` has no dimension ``dim``, or is of 8 or 4 bits an element and requires a gradient.
     """
     if x.dtype in _STANDS_FOR:
-        # The bits of 0 are 0 in all of these dtypes but float8_e8m0fnu, which has no 0.
-        if pad_value:
-            value = pad_value if x.dtype.is_floating_point else int(pad_value)
-            pad_value = _as_filled(torch.tensor([value], dtype=x.dtype, device="cpu")).item()
-        return dispatch(_as_filled(x), index, dim=dim, pad_value=pad_value).view(x.dtype)
+        value = value_as_filled(pad_value, x.dtype)
+        return dispatch(as_filled(x), index, dim=dim, pad_value=value).view(x.dtype)
     dim = sequence_dimension(dim, x)
     total_seqlen = x.shape[dim]
     if total_seqlen == 0:

@@ -23,7 +23,7 @@ from megatron_magi.comm.impl.packed import Packed
 from megatron_magi.comm.level_args import LevelArgs, LevelFacts, LevelTables
 from megatron_magi.comm.movement import Mover, PlacingMover, Started
 from megatron_magi.comm.nodes import nodes_of
-from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.row_layout import RowLayout, written_out
 from megatron_magi.comm.row_memory import can_add
 from megatron_magi.comm.slots import most_rows
 from megatron_magi.profiling import profiled_collective
@@ -187,6 +187,7 @@ def group_cast(
     for x in tensors:
         if x.shape[0] < args.num_rows_min:
             raise ValueError(f"tensors: {x.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
+    tensors = [written_out(x) for x in tensors]
     layout = RowLayout.of(tensors)
     started = way.mover(layout, _most(args)).cast(tensors, args, layout, kept)
     return _handle(way, started, started.finish, args, layout)
@@ -227,6 +228,7 @@ def group_reduce(
     """
     way = _choose(tensors, args, group_of(group), impl)
     _check_reduce(tensors, args, into)
+    tensors = [written_out(x) for x in tensors]
     layout = RowLayout.of(tensors)
     mover = way.mover(layout, _most(args, back=True))
     if at_once and isinstance(mover, Native) and can_add(layout, into):
@@ -273,6 +275,7 @@ def group_reduce_lse(
     _check_reduce((out, lse), args, into)
     if out.shape[:-1] != lse.shape or out.dim() != 3:
         raise ValueError(f"lse: shape {list(lse.shape)} does not fit out {list(out.shape)}")
+    out, lse = written_out(out), written_out(lse)
     layout = RowLayout.of((out, lse))
     mover = way.mover(layout, _most(args, back=True))
     if isinstance(mover, Hierarchical):
@@ -473,3 +476,5 @@ def _check_reduce(tensors: Sequence[torch.Tensor], args: GroupCastArgs, into: Se
             raise ValueError(f"into: {y.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
         if not y.is_contiguous() and y.shape[0] and not y[0].is_contiguous():
             raise ValueError("into: rows must be contiguous")
+        if y.is_conj() or y.is_neg():
+            raise ValueError("into: a lazily conjugated or negated tensor cannot be added to; give a copy, x.clone()")

@@ -64,9 +64,10 @@ def gather_rows(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) ->
 
 
 def accumulator_dtype(into: torch.dtype, partial: torch.dtype) -> torch.dtype:
-    """The dtype in which contributions are summed: at least fp32 for floating-point tensors."""
+    """The dtype in which contributions are summed: at least fp32 for floating-point and complex tensors."""
     dtype = torch.promote_types(into, partial)
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    is_float = dtype.is_floating_point or dtype.is_complex
+    return torch.promote_types(dtype, torch.float32) if is_float else dtype
 
 
 def sum_rows(arriving: torch.Tensor, arrivals: Arrivals, into: torch.Tensor) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Complex, Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_magi.checks import check_local
+
+Number = bool | int | float | complex
 
 
 def tensor(x: Any, name: str, shape: str) -> torch.Tensor:
@@ -38,37 +41,58 @@ def rows(x: Any, name: str, num_rows: int, whose: str) -> torch.Tensor:
     return x
 
 
-def check_pad_value(value: Any, dtype: torch.dtype) -> None:
-    """Raises ValueError unless ``value`` is a number that a tensor of ``dtype`` can hold, and not NaN."""
-    if not isinstance(value, Real) or (isinstance(value, bool) and dtype is not torch.bool):
-        raise ValueError(f"pad_value: expected a number, got {value!r}")
+def pad_number(value: Any, dtype: torch.dtype) -> Number:
+    """`fill_number` of ``pad_value``, which may not be NaN."""
+    number = fill_number(value, dtype, "pad_value")
+    if number != number:
+        raise ValueError("pad_value: NaN in padding rows would reach others, as attention multiplies hidden rows by 0")
+    return number
+
+
+def fill_number(value: Any, dtype: torch.dtype, name: str) -> Number:
+    """``value`` as the number of Python's that a tensor of ``dtype`` is filled with; torch would cut or wrap some.
+
+    Raises:
+        ValueError: it is no number, or ``dtype`` cannot hold it.
+    """
+    kind = Complex if dtype.is_complex else Real
+    if not isinstance(value, kind) or (isinstance(value, bool) and dtype is not torch.bool):
+        raise ValueError(f"{name}: expected a number, got {value!r}")
+    if isinstance(value, np.generic):
+        value = value.item()  # numpy would compare in its own, narrower dtype
+    if dtype is torch.bool:
+        if value not in (0, 1):
+            raise ValueError(f"{name}: expected True or False for {dtype}, got {value!r}")
+        return bool(value)
+    if dtype.is_complex:
+        for part in (value.real, value.imag):
+            _check_float(part, dtype, name)
+        return complex(value)
+    if dtype.is_floating_point:
+        _check_float(value, dtype, name)
+        return float(value)
+    if not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max or value != int(value):
+        raise ValueError(f"{name}: expected a whole number that fits {dtype}, got {value!r}")
+    return int(value)
+
+
+def _check_float(value: Any, dtype: torch.dtype, name: str) -> None:
     if value == 0:
         return
-    if dtype is torch.bool:
-        if value != 1:
-            raise ValueError(f"pad_value: expected True or False for {dtype}, got {value!r}")
-    elif dtype.is_floating_point or dtype.is_complex:
-        _check_float(value, dtype)
-    elif not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max or value != int(value):
-        raise ValueError(f"pad_value: expected a whole number that fits {dtype}, got {value!r}")
-
-
-def _check_float(value: Any, dtype: torch.dtype) -> None:
-    if value != value:
-        raise ValueError("pad_value: NaN in padding rows would reach others, as attention multiplies hidden rows by 0")
     if dtype.itemsize == 1:
-        _check_byte(value, dtype)
+        _check_byte(value, dtype, name)
         return
     largest = torch.finfo(dtype).max
     if abs(value) > largest and abs(value) != float("inf"):
-        raise ValueError(f"pad_value: expected at most {largest:g} for {dtype}, got {value!r}")
+        raise ValueError(f"{name}: expected at most {largest:g} for {dtype}, got {value!r}")
 
 
-def _check_byte(value: Any, dtype: torch.dtype) -> None:
+def _check_byte(value: Any, dtype: torch.dtype, name: str) -> None:
     """`_check_float` of FP8 and FP4: some have no infinity or no sign, and some nothing that torch fills in."""
     try:
         held = torch.tensor([value], dtype=dtype, device="cpu").float().item()
     except (RuntimeError, OverflowError):
-        held = float("nan")
-    if held != held or abs(held) == float("inf") != abs(value) or held * value < 0:
-        raise ValueError(f"pad_value: expected a number that fits {dtype}, got {value!r}")
+        held = None
+    is_nan = value != value
+    if held is None or (held != held) != is_nan or abs(held) == float("inf") != abs(value) or held * value < 0:
+        raise ValueError(f"{name}: expected a number that fits {dtype}, got {value!r}")

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from megatron_magi.checks import int_at_least, integer
-from megatron_magi.compat.arguments import tensor
+from megatron_magi.comm.dispatch import as_filled, value_as_filled
+from megatron_magi.compat.arguments import fill_number, tensor
 from megatron_magi.compat.ranges import AttnRanges
 from megatron_magi.compat.types import AttnMaskType, GeneralAttnMaskType, as_ranges, mask_types
 from megatron_magi.mask import AttnRange
@@ -20,24 +21,28 @@ def pad_at_dim(x: torch.Tensor, dim: int, pad_size: int, value: float = 0.0, sid
         x: any shape and dtype.
         dim: the dimension that grows; negative counts from the last.
         pad_size: by how much.
-        value: what is filled in.
+        value: what is filled in, a number that the dtype holds.
         side: ``"right"``, after what is there, or ``"left"``, before it.
 
     Returns:
         A new tensor like ``x``, with ``x.shape[dim] + pad_size`` entries along ``dim``.
 
     Raises:
-        ValueError: ``x`` has no such dimension, ``pad_size`` is negative, or ``side`` is another word.
+        ValueError: ``x`` has no such dimension, ``pad_size`` is negative, the dtype cannot hold ``value``, or ``side``
+            is another word.
     """
     if side not in ("left", "right"):
         raise ValueError(f"side: expected 'left' or 'right', got {side!r}")
     tensor(x, "x", "with a dimension that can grow")
     shape = list(x.shape)
     shape[_dimension(x, dim)] += int_at_least(pad_size, "pad_size", 0)
+    number, given = fill_number(value, x.dtype, "value"), x
+    if not x.requires_grad:  # a view in another dtype has no gradient
+        number, x = value_as_filled(number, x.dtype), as_filled(x)
     # Not by torch.cat, which under autocast raises an error for its other 16-bit dtype.
-    out = x.new_full(shape, value)
+    out = x.new_full(shape, number)
     out.narrow(dim, pad_size if side == "left" else 0, x.shape[dim]).copy_(x)
-    return out
+    return out if out.dtype == given.dtype else out.view(given.dtype)
 
 
 def unpad_at_dim(x: torch.Tensor, dim: int, pad_size: int) -> torch.Tensor:

@@ -33,7 +33,8 @@ def sdpa_func_with_sink(
     """``scaled_dot_product_attention`` with a sink. Differentiable, except in the mask.
 
     Args:
-        q, k, v: ``[batch_size, num_heads, seqlen, head_dim]``, as torch has them, on a CPU or with CUDA.
+        q, k, v: ``[batch_size, num_heads, seqlen, head_dim]``, as torch has them, on a CPU or with CUDA. There may be
+            no queries, no keys and no batch.
         sink: ``[num_sinks, num_heads]`` with ``sink_layout="sh"``, ``[batch_size, seqlen_q, num_sinks, num_heads]``
             with "ssh".
         attn_mask: bool (True is seen) or added to logits; broadcastable to ``[batch_size, num_heads, seqlen_q,
@@ -72,7 +73,7 @@ def sdpa_func_with_sink(
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     """Raises ValueError, naming the argument: torch's kernels rely on what its own function checks before."""
-    check_tensors(q, k, v)
+    check_tensors(q, k, v, of_heads=-3)
     if q.ndim != 4:
         raise ValueError(f"q: expected [batch_size, num_heads, seqlen, head_dim], got {list(q.shape)}")
     heads = k.shape[1] if enable_gqa and k.shape[1] and q.shape[1] % k.shape[1] == 0 else q.shape[1]

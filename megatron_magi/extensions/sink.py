@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_magi.eager import refuse_transforms
-from megatron_magi.operands.merge import merge_sink_, row_products, sink_gradient, sink_lse
-from megatron_magi.operands.options import check_tensor
+from megatron_magi.operands.merge import accumulate_dtype, merge_sink_, row_products, sink_gradient, sink_lse
+from megatron_magi.operands.options import check_tensor, written_out
 from megatron_magi.ops.derivatives import once_differentiable
 
 Tensors = tuple[Tensor | None, ...]
@@ -58,7 +58,7 @@ def attention_with_sink(
 
     Returns:
         ``(out, lse)`` as `Kernel` has them, the sink in both; rows that see nothing have the sink's lse, -inf without
-        one. Gradients do not flow through lse.
+        one. Gradients do not flow through lse. There may be no queries, no keys and no batch.
 
     Raises:
         ValueError: the sink is no tensor of floats on the device of q, or its shape does not fit.
@@ -74,11 +74,35 @@ def attention_with_sink(
             raise ValueError(f"sink: expected shape {fits}, -1 for any number of sinks, got {list(sink.shape)}")
         if not sink.dtype.is_floating_point or sink.device != q.device:
             raise ValueError(f"sink: expected floats on the device of q, {q.device}, got {sink.dtype} on {sink.device}")
-    return _WithSink.apply(kernel, q, k, v, sink)
+    q, k, v, sink = written_out(q, k, v, sink)
+    # Kernels divide by numbers of tokens, or read the first one.
+    return _WithSink.apply(kernel if q.numel() and k.numel() else _NO_PAIRS, q, k, v, sink)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ValueError, naming the argument, unless all are tensors of as many dimensions, dtype and device as q."""
+class _NoPairs:
+    """The `Kernel` for tensors without queries or without keys."""
+
+    empty_lse = -torch.inf
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
+        lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+        lse = q.new_full(lse_shape, -torch.inf, dtype=accumulate_dtype(q.dtype))
+        return q.new_zeros((*q.shape[:-1], v.shape[-1])), lse, ()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensors
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+_NO_PAIRS = _NoPairs()
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, of_heads: int = -2) -> None:
+    """Raises ValueError, naming the argument, unless all are tensors of as many dimensions, dtype and device as q.
+
+    And unless they have heads, along dimension ``of_heads``, and a head dim.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
         if (x.ndim, x.dtype, x.device) != (q.ndim, q.dtype, q.device) or x.ndim < 3:
@@ -86,6 +110,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name}: expected {max(q.ndim, 3)} dimensions, {q.dtype} on {q.device}, as q has, "
                 f"got {list(x.shape)}, {x.dtype} on {x.device}"
             )
+        if not x.shape[of_heads] or not x.shape[-1]:
+            raise ValueError(f"{name}: heads and head_dim must be positive, got {list(x.shape)}")
 
 
 def kernel_module(name: str, needed: str) -> ModuleType:
@@ -118,8 +144,8 @@ class _WithSink(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse, *kept = ctx.saved_tensors
+    def backward(ctx: Any, saved: Tensors, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse, *kept = saved
         dsink = None
         if sink is not None and ctx.needs_input_grad[4]:
             rows, delta = lse.transpose(-1, -2), row_products(dout, out)

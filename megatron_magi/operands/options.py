@@ -122,6 +122,14 @@ def check_tensor(name: str, t: Any) -> None:
         raise ValueError(f"{name}: expected a dense tensor, got one of layout {t.layout}")
 
 
+def written_out(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors, or copies in which the sign that torch only notes is in the memory that kernels read."""
+    for t in tensors:
+        if isinstance(t, Tensor) and t.is_neg():
+            return tuple(x.resolve_neg() if isinstance(x, Tensor) else x for x in tensors)
+    return tensors
+
+
 def check_like(name: str, t: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Raises ValueError, naming the argument, unless it is a float tensor of this shape and device."""
     check_tensor(name, t)

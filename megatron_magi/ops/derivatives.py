@@ -9,28 +9,49 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable as stock
 
 from megatron_magi.eager import refuse_transforms
+from megatron_magi.operands.options import written_out
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Marks the backward of an autograd function; its second derivative is an error.
+    """Makes the backward of an autograd function of ``backward(ctx, saved, *grads)``; its derivative is an error.
 
-    torch's own decorator raises no error if the incoming gradient does not require grad: gradients then count as
-    constants, although they depend on the saved tensors.
+    torch's own decorator returns gradients that hang on copies: they depend neither on the saved tensors nor on the
+    incoming gradients, so `torch.autograd.grad` finds no path to these and second derivatives are 0 without an error.
+
+    Args:
+        backward: as in `torch.autograd.Function`, with ``ctx.saved_tensors`` as its second argument.
     """
-    once = stock(backward)
 
     @functools.wraps(backward)
-    def checked(ctx: Any, dout: Tensor | None, *others: Tensor | None) -> Any:
+    def checked(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_transforms("the gradient of attention")
+        grads = written_out(*grads)
+        saved = ctx.saved_tensors  # read once, as checkpoints may compute them in a second forward
         if not torch.is_grad_enabled():  # nothing is recorded, so there is nothing to reject
-            return backward(ctx, dout, *others)
-        if dout is not None:
-            dout = dout.detach().requires_grad_()
-        return once(ctx, dout, *others)
+            return backward(ctx, saved, *grads)
+        return _Once.apply(lambda: backward(ctx, saved, *grads), *saved, *grads)
 
     return checked
+
+
+def refuse_second(ctx: Any, *grads: Tensor | None) -> None:
+    """The backward of gradients: a RuntimeError."""
+    raise RuntimeError(
+        "cannot differentiate twice: attention has first derivatives only, and a gradient of it that was computed with "
+        "create_graph=True is differentiated"
+    )
+
+
+class _Once(torch.autograd.Function):
+    """What ``compute()`` returns, as a function of ``tensors`` that has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[], Any], *tensors: Tensor | None) -> Any:
+        return compute()
+
+    backward = staticmethod(refuse_second)
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:

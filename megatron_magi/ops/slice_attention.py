@@ -12,7 +12,7 @@ from megatron_magi.checks import flag
 from megatron_magi.mask import AttnMask
 from megatron_magi.operands.finite import describe_by_bands, require_finite
 from megatron_magi.operands.meta import AttnForwardMeta
-from megatron_magi.operands.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
+from megatron_magi.operands.options import AttnOptions, check_bands, check_qkv, check_sink, make_options, written_out
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.slice_operator import slice_attention_traced
 from megatron_magi.ops.slice_passes import attend as attend_forward
@@ -40,10 +40,10 @@ class _SliceAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, _dlse, _dmax_logits):
+    def backward(ctx, saved, dout, _dlse, _dmax_logits):
         if dout is None:
             return (None,) * 5
-        q, k, v, sink, out, lse = ctx.saved_tensors
+        q, k, v, sink, out, lse = saved
         bands, options, impl, _ = ctx.call
         if options.sanity_check:
             require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(bands))
@@ -137,6 +137,7 @@ def attend(
 ) -> tuple[Tensor, AttnForwardMeta]:
     """`slice_attention` of q, k, v and bands that are known to fit together."""
     refuse_tangents(q, k, v, sink)
+    q, k, v, sink = written_out(q, k, v, sink)
     if options.sanity_check:
         require_finite({"q": q, "k": k, "v": v, "sink": sink}, describe_by_bands(bands))
     call = _Call(bands, options, impl, return_max_logits)

@@ -17,6 +17,7 @@ from megatron_magi.operands.finite import describe_by_bands, require_finite
 from megatron_magi.operands.merge import accumulate_dtype
 from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.operands.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
+from megatron_magi.ops.derivatives import refuse_second
 from megatron_magi.ops.mask_tensors import bands_of
 from megatron_magi.ops.slice_passes import attend, attend_back, program_of
 
@@ -100,6 +101,7 @@ def _operator_backward(ctx, dout, _dlse, _dmax_logits):
 
 
 _forward_operator.register_autograd(_operator_backward, setup_context=_keep_for_backward)
+_backward_operator.register_autograd(refuse_second)
 
 
 def slice_attention_traced(

@@ -21,7 +21,7 @@ from megatron_magi.operands.merge import accumulate_dtype, sink_gradient, sink_l
 from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.operands.options import check_qkv, check_sink, make_options
 from megatron_magi.operands.sparse_pattern import SparsePattern, block_pattern, check_numbers, index_pattern
-from megatron_magi.ops.derivatives import refuse_tangents
+from megatron_magi.ops.derivatives import refuse_second, refuse_tangents
 from megatron_magi.ops.slice_passes import row_delta
 
 
@@ -250,3 +250,4 @@ def _operator_backward(ctx, dout, _dlse, _dmax_logits):
 
 
 _forward_operator.register_autograd(_operator_backward, setup_context=_keep_for_backward)
+_backward_operator.register_autograd(refuse_second)

@@ -1,5 +1,8 @@
 """Padding of tensors and masks that users do by themselves."""
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -36,6 +39,68 @@ def test_what_is_filled_in_is_exact_and_autocast_changes_no_dtype():
         with torch.autocast("cpu", torch.bfloat16):
             padded = api.pad_at_dim(torch.ones(2, dtype=dtype), 0, 1)
         assert padded.dtype == dtype and padded.tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "dtype, value",
+    [
+        (torch.int64, 1.5),
+        (torch.int64, math.nan),
+        (torch.int64, True),
+        (torch.bool, 2),
+        (torch.bool, 0.5),
+        (torch.bool, math.nan),
+        (torch.int8, 300),
+        (torch.uint8, -1),
+        (torch.uint64, 2**64),
+        (torch.float16, 1e6),
+        (torch.float32, 1j),
+        (torch.float32, "0"),
+        (torch.float32, None),
+        (torch.complex64, 1e40j),
+        (torch.float8_e4m3fn, math.inf),
+        (torch.float8_e8m0fnu, -1),
+        (torch.float4_e2m1fn_x2, 1),
+    ],
+    ids=str,
+)
+def test_a_value_that_the_dtype_does_not_hold_is_refused(dtype, value):
+    x = torch.zeros(2, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.zeros(2, dtype=dtype)
+    with pytest.raises(ValueError, match=r"^value: expected "):
+        api.pad_at_dim(x, 0, 1, value=value)
+
+
+@pytest.mark.parametrize(
+    "dtype, value",
+    [
+        (torch.int8, -128.0),
+        (torch.bool, True),
+        (torch.uint64, 2**64 - 1),
+        (torch.float32, Fraction(1, 2)),
+        (torch.float16, -math.inf),
+        (torch.float64, np.float32(0.5)),
+        (torch.int32, np.int64(-7)),
+        (torch.complex64, 1 - 2j),
+        (torch.float8_e4m3fn, 0.5),
+        (torch.float8_e8m0fnu, 4),
+    ],
+    ids=str,
+)
+def test_a_value_that_the_dtype_holds_is_filled_in(dtype, value):
+    x = torch.ones(2, 2).to(dtype)
+    padded = api.pad_at_dim(x, 1, 1, value=value)
+    assert padded.dtype == dtype and padded.shape == (2, 3) and [row[2] for row in padded.tolist()] == [value] * 2
+    assert padded[:, :2].tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_nan_may_be_filled_in_where_there_is_one(dtype):
+    assert api.pad_at_dim(torch.ones(1).to(dtype), 0, 1, value=math.nan).float()[1].isnan()
+
+
+def test_numbers_of_four_bits_are_padded_with_zeros():
+    x = torch.tensor([[17, 34]], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    assert api.pad_at_dim(x, 1, 2).view(torch.uint8).tolist() == [[17, 34, 0, 0]]
 
 
 def test_a_padded_mask_is_the_mask_with_rows_that_see_nothing():

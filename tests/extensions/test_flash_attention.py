@@ -245,3 +245,37 @@ def test_a_kernel_that_is_not_installed_is_named(version, monkeypatch):
     q, k, v, sink = tensors((1,), 5, 5, 1, "sh")
     with pytest.raises(ImportError, match=f"^flash_attn.*{version}.*_with_sink need"):
         getattr(extensions, f"{version}_func_with_sink")(q, k, v, sink)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_second_derivative_is_an_error_by_any_input(version, place):
+    inputs = tensors((2,), 4, 5, 1, "sh")
+    out = getattr(extensions, f"{version}_func_with_sink")(*inputs)
+    (first,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        torch.autograd.grad(first.sum(), inputs[place], materialize_grads=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("batch, sq, sk", [(2, 0, 5), (2, 4, 0), (0, 4, 5)])
+def test_without_queries_keys_or_batch_no_kernel_is_called(version, batch, sq, sk, monkeypatch):
+    inputs = tensors((batch,), sq, sk, 1, "sh")
+    monkeypatch.setattr(f"megatron_magi.extensions.flash_attention_{version[2]}._module", None)
+    out, lse, *_ = getattr(extensions, f"{version}_func_with_sink")(*inputs, return_attn_probs=True)
+    assert not out.any() and out.shape == inputs[0].shape and lse.shape == (batch, HEADS_Q, sq)
+    assert_equal([lse], [inputs[3].detach()[0, :, None].expand(batch, -1, sq)])
+    for x, grad in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
+        assert grad.shape == x.shape and not grad.any()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("sq, sk", [(0, 5), (4, 0)])
+def test_so_of_packed_sequences(version, sq, sk, monkeypatch):
+    inputs = tensors((), sq, sk, 2, "ssh")
+    monkeypatch.setattr(f"megatron_magi.extensions.flash_attention_{version[2]}._module", None)
+    lengths = torch.tensor([0, sq], dtype=torch.int32), torch.tensor([0, sk], dtype=torch.int32), sq, sk
+    function = getattr(extensions, f"{version}_varlen_func_with_sink")
+    out, lse, *_ = function(*inputs[:3], *lengths, inputs[3], "ssh", return_attn_probs=True)
+    assert not out.any() and out.shape == inputs[0].shape and lse.shape == (HEADS_Q, sq)
+    assert_equal([lse], [inputs[3].detach().logsumexp(1).t()])

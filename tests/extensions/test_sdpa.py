@@ -1,5 +1,7 @@
 """Sinks for torch's attention: the attention with a sink in the matrix, forward and backward."""
 
+import math
+
 import pytest
 import torch
 
@@ -182,3 +184,39 @@ def test_tensors_and_masks_that_are_none_are_named():
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             call()
+
+
+EMPTY = {"no queries": (BATCH, 0, 7), "no keys": (BATCH, 5, 0), "no tokens": (BATCH, 0, 0), "no batch": (0, 5, 7)}
+DEVICES = [("cpu", torch.float64), *(pytest.param("cuda", t, marks=pytest.mark.gpu) for t in (torch.half, torch.float))]
+
+
+@pytest.mark.parametrize("device, dtype", DEVICES)
+@pytest.mark.parametrize("kind", ["full", "causal", "bool"])
+@pytest.mark.parametrize("layout", ["sh", "ssh"])
+@pytest.mark.parametrize("case", EMPTY)
+def test_without_queries_keys_or_batch_it_is_what_torch_computes(case, layout, kind, device, dtype):
+    batch, sq, sk = EMPTY[case]
+    inputs = [x.detach()[:batch] for x in tensors(sq, sk, "sh", device=device, dtype=dtype)[:3]]
+    sinks = (2, HEADS_Q) if layout == "sh" else (batch, sq, 2, HEADS_Q)
+    inputs = [x.requires_grad_() for x in (*inputs, torch.ones(sinks, device=device))]
+    options = {"full": {}, "causal": {"is_causal": True}}.get(kind)
+    if options is None:
+        options = {"attn_mask": torch.ones(sq, sk, dtype=torch.bool, device=device)}
+    out, lse = sdpa_func_with_sink(*inputs, layout, enable_gqa=True, return_lse=True, **options)
+    right = torch.nn.functional.scaled_dot_product_attention(*inputs[:3], enable_gqa=True, **options)
+    assert torch.equal(out, right) and out.dtype == right.dtype
+    assert lse.shape == out.shape[:3]
+    torch.testing.assert_close(lse, torch.full_like(lse, 1 + math.log(2)))
+    plain, plain_lse = sdpa_func_with_sink(*inputs[:3], enable_gqa=True, return_lse=True, **options)
+    assert torch.equal(plain, right) and bool((plain_lse == -torch.inf).all())
+    for x, grad in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
+        assert grad.shape == x.shape and not grad.any()
+
+
+@pytest.mark.parametrize("place, shape", [(0, (2, 0, 5, 8)), (1, (2, 0, 5, 8)), (2, (2, 2, 5, 0)), (0, (2, 2, 5, 0))])
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_no_heads_and_no_head_dim_are_refused(place, shape, enable_gqa):
+    qkv = [torch.zeros(2, 2, 5, 8) for _ in "qkv"]
+    qkv[place] = torch.zeros(shape)
+    with pytest.raises(ValueError, match=f"^{'qkv'[place]}: heads and head_dim must be positive"):
+        sdpa_func_with_sink(*qkv, enable_gqa=enable_gqa)
