@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 2 examples/torch_native/train.py [--cp N] [--steps N] [--checkpoint FOLDER] [--cpu]
 
 The data-parallel size is the world size divided by ``--cp``; each replica reads its own batches. Parameters are sharded
-over all ranks. A run that finds a checkpoint resumes from it, also with another number of ranks.
+over all ranks. Each save makes a folder of its own, ``FOLDER/step_N``, which is whole once torch has written its
+metadata, after all ranks' parts. A run resumes from the last whole one, also with another number of ranks, and passes
+over one whose save was interrupted; older ones are kept.
 """
 
 from __future__ import annotations
@@ -84,17 +86,68 @@ class State:
         self.step = state["step"]
 
 
+def last_checkpoint(folder: Path) -> Path | None:
+    """The last whole checkpoint in a folder as rank 0 finds it, None if there is none. Collective.
+
+    Raises:
+        ValueError: the folder cannot be read, or has something else.
+    """
+    found: list = [None, ""]
+    if dist.get_rank() == 0:  # on a shared file system others may see it later
+        try:
+            found[0] = find_checkpoint(folder)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must not wait)
+            found[1] = f"checkpoint: {error}"
+    dist.broadcast_object_list(found)
+    if found[1]:
+        raise ValueError(found[1])
+    return found[0]
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """The last whole checkpoint; says what is there."""
+    saved = sorted(folder.glob("step_*"), reverse=True)
+    if not saved and folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} has no step_N, but {sorted(path.name for path in folder.iterdir())[:5]}")
+    for path in saved:
+        if is_whole(path):
+            print(f"resumes from {path}", flush=True)
+            return path
+        print(f"{path} is not whole: its save was interrupted", flush=True)
+    print(f"no whole checkpoint in {folder}, begins anew", flush=True)
+    return None
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether all ranks have written their parts: the metadata is written after them, under another name first."""
+    try:
+        dcp.FileSystemReader(checkpoint).read_metadata()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def save(state: State, folder: Path) -> None:
+    """Saves beside the checkpoints that there are. What an interrupted save has left of this step is overwritten."""
+    path = folder / f"step_{state.step:08d}"
+    dcp.save({"state": state}, storage_writer=dcp.FileSystemWriter(path, overwrite=False))
+
+
 def main(argv: list[str] | None = None) -> list[float]:
     """Trains, and returns the losses of the steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cp", type=int, help="ranks of one sequence; all when not given")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--checkpoint", type=Path, help="folder that is saved to in the end, and resumed from")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="folder of checkpoints: one is saved in the end, the last loaded"
+    )
     parser.add_argument("--cpu", action="store_true", help="also where there are GPUs")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
     world = dist.get_world_size()
-    cp = args.cp or world
+    cp = world if args.cp is None else args.cp
+    if cp < 1 or world % cp:
+        raise ValueError(f"cp: expected a divisor of the number of ranks, {world}, got {cp}")
     mesh = init_device_mesh(device, (world // cp, cp), mesh_dim_names=("dp", "cp"))
     torch.manual_seed(0)
     model = Llama(LlamaSize()).to(device)
@@ -104,16 +157,17 @@ def main(argv: list[str] | None = None) -> list[float]:
     fully_shard(model, mesh=everyone)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     state = State(model, optimizer)
-    if args.checkpoint and args.checkpoint.exists():
-        dcp.load({"state": state}, checkpoint_id=args.checkpoint)
+    last = last_checkpoint(args.checkpoint) if args.checkpoint else None
+    if last is not None:
+        dcp.load({"state": state}, checkpoint_id=last)
     losses = []
     for index in range(state.step, args.steps):
         losses.append(step(model, optimizer, mesh, index))
         if dist.get_rank() == 0:
             print(f"step {index}: loss {losses[-1]:.4f}", flush=True)
-    state.step = args.steps
-    if args.checkpoint:
-        dcp.save({"state": state}, checkpoint_id=args.checkpoint)
+        state.step = index + 1
+    if args.checkpoint and losses:
+        save(state, args.checkpoint)
     return losses
 
 

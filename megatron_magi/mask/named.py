@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_magi.mask import builders
-from megatron_magi.mask.bands import IntArray
 from megatron_magi.mask.microbatch import Microbatch, sequence_bounds
+from megatron_magi.mask.prefix_tree import is_forest, mask_of_parents
 from megatron_magi.mask.slices import AttnMask
 
 
@@ -67,29 +67,15 @@ def prefix_tree(batch: Microbatch) -> AttnMask:
     rest = batch.seqlen - lengths.sum(axis=1)
     if lengths.min(initial=0) < 0 or (rest < 0).any():
         raise ValueError(f"node_lengths: expected at most {batch.seqlen} tokens a sequence, got {lengths.tolist()}")
-    num_nodes = lengths.shape[1]
-    paths = []
-    for i, row in enumerate(parents):
+    num_nodes, of_all = lengths.shape[1], {}
+    for i, row in enumerate(parents.tolist()):
+        if not is_forest(dict(enumerate(row))):
+            raise ValueError(
+                f"node_parents: sequence {i} needs parents in [-1, {num_nodes}) without a cycle, got {row}"
+            )
         first = i * (num_nodes + 1)  # The tokens that are left are a node of their own, in no path.
-        paths += [[first + node for node in path] for path in _paths(row, i)]
-    return builders.prefix_tree(np.column_stack([lengths, rest]).reshape(-1), paths)[0]
-
-
-def _paths(parents: IntArray, sequence: int) -> list[list[int]]:
-    """From the root to each node of a forest."""
-    parents_list = parents.tolist()
-    paths = []
-    for node in range(len(parents_list)):
-        path = [node]
-        while (above := parents_list[path[-1]]) != -1:
-            if not 0 <= above < len(parents_list) or above in path:
-                raise ValueError(
-                    f"node_parents: sequence {sequence} needs parents in [-1, {len(parents_list)}) without a cycle, "
-                    f"got {parents_list}"
-                )
-            path.append(above)
-        paths.append(path[::-1])
-    return paths
+        of_all |= {first + node: above if above < 0 else first + above for node, above in enumerate(row)}
+    return mask_of_parents(np.column_stack([lengths, rest]).reshape(-1), of_all)
 
 
 NAMED: dict[str, Callable[..., AttnMask]] = {

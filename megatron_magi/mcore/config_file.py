@@ -6,7 +6,8 @@ An entry is the name of one of Megatron's or this package's options, without the
     bf16: true                        # --bf16
     recompute-modules: [mlp, moe]     # --recompute-modules mlp moe
 
-Values reach Megatron as they are written. The command line wins: an entry is left out where the command
+Values reach Megatron as they are written; what a shell or OmegaConf would replace (``${NAME}``, ``$NAME``, ``~/``) is
+an error. The command line wins: an entry is left out where the command
 line sets the same thing, also by another option (`rope-fusion` and `no-rope-fusion`). A flag of the file
 is taken back by `--NAME=false`.
 """
@@ -15,12 +16,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 OPTION = "--config"
 _SWITCHES = {"true": True, "false": False}
+_REPLACED = re.compile(r"\$\{[^}]*\}?|\$\w+|\$\([^)]*\)?|^~[\w.-]*(?=/|$)")
+"""What a shell or OmegaConf would replace in a value."""
 
 
 def expand_config(argv: Sequence[str]) -> list[str]:
@@ -131,6 +135,12 @@ def _arguments(action: argparse.Action, name: str, value: Any, path: str) -> lis
     values = value if isinstance(value, list) else [value]
     if not values or not all(isinstance(item, str) and item for item in values):
         raise ValueError(f"config: {path}: {name}: expected a value or a list of values, got {value!r}")
+    for item in values:
+        if found := _REPLACED.search(item):
+            raise ValueError(
+                f"config: {path}: {name}: {found[0]} in {item!r} is not replaced here; write the value out, or give "
+                f"{option} on the command line"
+            )
     # Joined, a value may begin with a dash.
     return [f"{option}={values[0]}"] if len(values) == 1 else [option, *values]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_magi.checks import IntArrayLike, int_array, integer
 from megatron_magi.mask import AttnMask
-from megatron_magi.mask.prefix_tree import prefix_tree
+from megatron_magi.mask.prefix_tree import mask_of_parents
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +56,7 @@ class PrefixTree:
     @cached_property
     def mask(self) -> AttnMask:
         """A row sees the rows before it in its samples, and itself."""
-        paths: list[list[int]] = []
-        for node, parent in enumerate(self.node_parents.tolist()):
-            paths.append([*paths[parent], node] if parent >= 0 else [node])
-        return prefix_tree(self.node_lengths, paths)[0]
+        return mask_of_parents(self.node_lengths, dict(enumerate(self.node_parents.tolist())))
 
     def with_a_row(self) -> PrefixTree:
         """The tree itself; if it has no rows, because its samples have one token each, one with a row of no sample.

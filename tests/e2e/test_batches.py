@@ -55,7 +55,9 @@ def test_each_validation_set_has_the_loss_of_stock(mode: tuple[str, ...], runs: 
 
 def test_largest_logit_over_all_ranks_is_reported_and_clipped(runs: Runs) -> None:
     clip = ("--bf16", "--qk-clip", "--qk-clip-threshold", "0.1")
-    one = runs.magi(Case(parallel=(*clip, "--attention-backend", "magi"), num_ranks=1, cp_size=1))
+    # One microbatch for the four of two ranks: the largest is that of all of them.
+    whole = ("--attention-backend", "magi", "--micro-batch-size", "4")
+    one = runs.magi(Case(parallel=(*clip, *whole), num_ranks=1, cp_size=1))
     two = runs.magi(Case(parallel=clip))
     free = runs.magi(Case(parallel=("--bf16", "--log-max-attention-logit")))
     of_one, of_two, unclipped = ([r["max_attention_logit"] for r in run.records] for run in (one, two, free))

@@ -63,7 +63,9 @@ FEATURES = {
     "multi_token_prediction_per_token_loss": Case(("--mtp-num-layers", "1", "--calculate-per-token-loss")),
     "mla": Case((*MLA, "--rope-type", "rope"), without=NO_GROUPS, before_stock=SPLIT_HEADS),
     "mla_yarn_two_sequences": Case(
-        (*MLA, "--rope-type", "yarn", *MICRO_BATCH_2), without=NO_GROUPS, before_stock=SPLIT_HEADS
+        (*MLA, "--rope-type", "yarn", "--rotary-scaling-factor", "4", *MICRO_BATCH_2),
+        without=NO_GROUPS,
+        before_stock=SPLIT_HEADS,
     ),
     "experts_ep2": Case(EXPERTS, ("--expert-model-parallel-size", "2"), same_weights=True),
     "experts_length_that_does_not_divide": Case(

@@ -73,6 +73,27 @@ def one_by_one(logits_of, batches):
     return losses
 
 
+def record_rows(model):
+    """The list to which each forward adds its number of rows."""
+    rows = []
+    model.register_forward_pre_hook(
+        lambda _model, _x, named: rows.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    return rows
+
+
+def check_rows(rows, num_ranks):
+    """On all ranks together there is one row for what is the same in several samples; shards may be padded."""
+    samples = [[sample.tolist() for sample in batch["input_ids"].unbind()] for batch in microbatches()]
+    whole = [len({tuple(s[:n]) for s in own for n in range(2, len(s) + 1)}) for own in samples]
+    assert all(n < 0.7 * sum(len(s) - 1 for s in own) for n, own in zip(whole, samples, strict=True))
+    total = torch.tensor(rows)
+    if num_ranks > 1:
+        dist.all_reduce(total)
+    assert all(n <= found < n + 2 * num_ranks for n, found in zip(whole, total.tolist(), strict=True)), total
+    assert num_ranks > 1 or rows == whole
+
+
 def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -93,8 +114,9 @@ def with_fsdp(_rank, num_ranks):
     out = {}
     for sp_size in (1, num_ranks):
         model = make_model("llama")
-        engine = make_engine(model, sp_size)
+        engine, rows = make_engine(model, sp_size), record_rows(model)
         outputs = engine.forward_backward_batch(microbatches(), verl_loss)
+        check_rows(rows, sp_size)
         assert [o["metrics"]["size"] for o in outputs] == [3, 6, 2]
         losses = max(abs(o["loss"] - e.item()) for o, e in zip(outputs, expected, strict=True))
         for parameter in model.parameters() if sp_size > 1 else ():
@@ -174,8 +196,10 @@ def with_megatron(_rank, num_ranks):
     engine = engine_class("megatron_engine", "megatron", "cuda", GPTModel)(build_gpt)
     engine.initialize()
     assert sys.modules["mbridge.core.llm_bridge"].GPTModel is GPTModel
-    outputs = engine.forward_backward_batch(microbatches(), verl_loss)
     model = engine.module[0]
+    rows = record_rows(model)
+    outputs = engine.forward_backward_batch(microbatches(), verl_loss)
+    check_rows(rows, num_ranks)
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= num_ranks

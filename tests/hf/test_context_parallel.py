@@ -47,18 +47,14 @@ def cu_seq_lens_batch():
 def tree_batch():
     """Two samples with a prefix in common."""
     batch = packed_batch((40,))
-    mask, _ = builders.prefix_tree([20, 9, 11], [[0, 1], [0, 2]])
-    positions = torch.cat([torch.arange(20), torch.arange(20, 29), torch.arange(20, 31)])[None]
-    return {**batch, "position_ids": positions, "magi_mask": mask}
+    positions = torch.cat([torch.arange(29), torch.arange(20, 31)])[None]
+    return {**batch, "position_ids": positions, "magi_mask": builders.prefix_tree([20, 9, 11], [[0, 1], [0, 2]])[0]}
 
 
 BATCHES = {"packed": packed_batch, "padded": padded_batch, "lengths": cu_seq_lens_batch, "tree": tree_batch}
 CASES = [(name, "packed") for name in CONFIGS] + [("gemma3", "padded"), ("llama4", "padded")]
+CASES += [(name, kind) for name in ("gpt2", "gemma4") for kind in ("packed", "padded")]
 CASES += [
-    ("gpt2", "packed"),
-    ("gpt2", "padded"),
-    ("gemma4", "packed"),
-    ("gemma4", "padded"),
     ("llama", "lengths"),
     ("gpt_oss", "lengths"),
     ("llama", "tree"),
@@ -360,15 +356,19 @@ def policy_gradients(mesh):
 
 
 def wrapped_rollouts(mesh):
-    """Log-probabilities of models that are wrapped or context-parallel, as those of the model; and a refusal."""
+    """Differences to the model alone of one that is wrapped or context-parallel; and a refusal."""
     tree = make_prefix_tree([[5, 6, 7, 8, 1], [5, 6, 7, 9, 9, 2], [5, 3]])
     model = make_model("llama")
     expected = torch.cat(log_probs(model, tree))
-    found = {"ddp": log_probs(torch.nn.parallel.DistributedDataParallel(model), tree, mesh)}
-    context_parallel(model, mesh)
-    found["context-parallel"] = log_probs(model, tree, mesh)
+    gradients = torch.autograd.grad(expected.sum(), list(model.parameters()))
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    found = {"ddp": log_probs(ddp, tree, mesh)}
+    torch.cat(found["ddp"]).sum().backward()  # averages over ranks, if DDP's own forward was called
+    pairs = zip(model.parameters(), gradients, strict=True)
+    found["context-parallel"] = log_probs(context_parallel(model, mesh), tree, mesh)
     found["both"] = log_probs(torch.nn.parallel.DistributedDataParallel(model), tree, mesh)
     errors = {name: (torch.cat(own) - expected).abs().max().item() for name, own in found.items()}
+    errors["gradients"] = max(((p.grad - g).abs().max() / (1 + g.abs().max())).item() for p, g in pairs)
     return errors, raises(log_probs, model, tree)
 
 

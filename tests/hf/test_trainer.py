@@ -139,7 +139,9 @@ def step_of(accelerator, name):
 def in_a_loop_of_accelerate():
     """A step of DDP."""
     fresh_state()
-    return step_of(Accelerator(cpu=True, parallelism_config=MagiParallelismConfig(cp_size=2)), "mistral")
+    accelerator = Accelerator(cpu=True, parallelism_config=MagiParallelismConfig(cp_size=2))
+    assert accelerator.torch_device_mesh["dp_cp"].size() == 2, "the ranks over which losses are averaged"
+    return step_of(accelerator, "mistral")
 
 
 def beside_fsdp2():

@@ -41,6 +41,11 @@ def test_entries_become_arguments_as_written_before_those_of_the_command_line(fi
     assert expand_config(out) == out
 
 
+def test_dollars_and_tildes_that_no_shell_replaces_are_kept(file: Path) -> None:
+    file.write_text("wandb-exp-name: a$ ~b~/\nsave: a/~/b\n")
+    assert expand_config(["--config", str(file)]) == ["--wandb-exp-name=a$ ~b~/", "--save=a/~/b"]
+
+
 def test_command_line_wins(file: Path) -> None:
     out = expand_config(["--config", str(file), "--lr", "1", "--recompute-modules", "moe", "--seq-length=8"])
     assert out[-5:] == ["--lr", "1", "--recompute-modules", "moe", "--seq-length=8"]
@@ -81,6 +86,13 @@ def test_flag_of_the_file_is_taken_back(file: Path) -> None:
         ("lr: [1, 2]", "lr: unrecognized arguments: 2"),
         ("- seq-length", "expected lines of 'name: value'"),
         ("a: [", "is not YAML"),
+        (
+            "save: ${oc.env:HOME}/run",
+            r"save: \$\{oc.env:HOME\} in '.*/run' is not replaced here; write the value out, or",
+        ),
+        ("data-path: [0.5, $DATA/a]", r"data-path: \$DATA in '\$DATA/a' is not replaced here"),
+        ("save: $(pwd)/run", r"save: \$\(pwd\) in .* is not replaced here"),
+        ("save: ~/run", "save: ~ in '~/run' is not replaced here"),
     ],
 )
 def test_mistake_is_an_error_that_names_file_and_entry(file: Path, text: str, message: str) -> None:
