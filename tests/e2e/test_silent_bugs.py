@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tests.e2e.parity import NORM_TOLERANCE, Case, Runs, assert_same_curve
-from tests.e2e.test_loss_parity import ODD_LENGTH, SINK_TP2, TENSOR
+from tests.e2e.test_loss_parity import MLA, NO_GROUPS, ODD_LENGTH, SINK_TP2, SPLIT_HEADS, TENSOR
 
 FEW_TOKENS = "tests.e2e.hooks:few_loss_tokens"
 MTP = ("--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "1.0")
+LOW_RANK_QUERIES = ("--q-lora-rank", "24", "--qk-layernorm")
 
 
 @pytest.mark.parametrize("mode", ["mean_of_microbatches", "per_token"])
@@ -83,3 +84,15 @@ def test_multi_token_prediction_in_packed_documents_is_that_of_one_rank(runs: Ru
     without = ("--reset-attention-mask",)
     one = runs.magi(Case(parallel=options, num_ranks=1, cp_size=1, without=without))
     assert_same_curve(runs.magi(Case(parallel=options, num_ranks=3, cp_size=3, without=without)), one)
+@pytest.mark.parametrize("parallel", [TENSOR, TENSOR[:2]], ids=["sequence_parallel", "without"])
+@pytest.mark.parametrize("model", [(), LOW_RANK_QUERIES], ids=["queries", "low_rank_queries"])
+def test_rotary_key_of_latent_attention_gets_the_gradient_of_all_heads(
+    model: tuple[str, ...], parallel: tuple[str, ...], runs: Runs
+) -> None:
+    model = (*MLA, "--rope-type", "yarn", *model)
+    case = Case(
+        model, (*parallel, "--attention-backend", "magi"), cp_size=1, without=NO_GROUPS, before_stock=SPLIT_HEADS
+    )
+    assert_same_curve(runs.magi(case), runs.stock(case))
+
+
