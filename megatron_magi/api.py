@@ -101,8 +101,8 @@ def magi_attn_flex_key(
         total_seqlen_q, total_seqlen_k: tokens of the sequence, without padding.
         num_heads_q, num_heads_kv, head_dim: shape of the attention, for the cost model only.
         pad_size: tokens of padding; computed when None, see ``key.pad_size``. A number is used exactly or
-            refused: with it the length must divide by the number of ranks times ``chunk_size`` (on one
-            rank any number will do, 0 too).
+            refused: with it the length must divide by the number of ranks times ``chunk_size``. On one rank any number
+            will do, 0 too, up to 65,536 or the length, whichever is more.
         chunk_size: tokens a chunk, the grain of load balance; chosen when None.
         cp_group_or_mesh: the ranks: a group, or a mesh of one or two dimensions. One rank when None. Of two dimensions
             the second is the ranks of a node: keys cross between nodes once (`CommConfig.ranks_per_node`). A mesh whose

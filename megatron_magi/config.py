@@ -56,7 +56,8 @@ class DispatchConfig:
             ``sequential`` gives every rank one contiguous piece.
         chunk_size: tokens a chunk; chosen from the length and the number of ranks when None.
         pad_size: tokens of padding at the end of the sequence, exactly this many or an error; as few
-            as make all shards equally long when None, on one rank none.
+            as make all shards equally long when None, on one rank none. At most 65,536 or the tokens of a rank,
+            whichever is more, times the number of ranks; on one rank any number up to there.
         uneven_shard: shards may differ in length and nothing is padded. False pads the
             sequence at its end so that all shards are equally long.
         alignment: shard lengths are multiples of this (tensor-parallel ranks with sequence

@@ -22,7 +22,8 @@ class AttnRanges(_AttnRanges):
 
     *Merged* means sorted, with neither empty, nor overlapping, nor touching ranges: one range for each run of tokens.
     Methods that return ranges return new lists; only `append`, `insert`, `extend`, `pop` and assignment change a list.
-    ``check`` arguments have no effect where nothing is said of them: a range is checked when it is made.
+    ``check`` arguments have no effect where nothing is said of them: a range is checked when it is made. Bounds may be
+    negative, as of shifted ranges; that tokens count from 0 is checked where a mask or a key is made of ranges.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The router of experts with padding: three places where megatron-core 0.19.2 counts padded rows wrongly.
+"""The router of experts with padding: four places where megatron-core 0.19.2 counts padded rows wrongly.
 
 Dispatch may leave padding at the end of some ranks' shards, which Megatron's own trainer never has.
 """
@@ -13,12 +13,14 @@ from megatron_magi.mcore import seams
 
 _COUNTS = "core.transformer.moe.router:get_tokens_per_expert_and_token_count"
 _BIAS = "core.transformer.moe.router:TopKRouter._apply_expert_bias"
+_Z_LOSS = "core.transformer.moe.router:TopKRouter.apply_z_loss"
 
 
 def install() -> None:
     """Makes Megatron's router leave padding out of its counts. Idempotent; nothing changes without padding."""
     seams.put(_COUNTS, count_tokens)
     seams.put(_BIAS, apply_expert_bias)
+    seams.put(_Z_LOSS, apply_z_loss)
 
 
 def count_tokens(
@@ -51,3 +53,38 @@ def apply_expert_bias(
     Megatron (router.py:738) meets ``[num_tokens, num_experts]`` with a mask ``[num_tokens]``.
     """
     seams.original(_BIAS)(self, routing_map, padding_mask if padding_mask is None else padding_mask.unsqueeze(-1))
+
+
+def apply_z_loss(
+    self: router.TopKRouter, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logits with the z-loss attached, a mean over the tokens of all ranks.
+
+    Megatron (router.py:639) makes a mean of each rank's mean, which padding makes another number: of the loss that is
+    printed, and unless losses are per token also of its gradient.
+
+    Args:
+        self: the router.
+        logits: ``[num_tokens, num_experts]``.
+        padding_mask: ``[num_tokens]``, True on padding.
+    """
+    config = self.config
+    is_applied = config.moe_z_loss_coeff is not None and self.training and torch.is_grad_enabled()
+    if padding_mask is None or not is_applied:
+        return seams.original(_Z_LOSS)(self, logits, padding_mask)
+    num_tokens = (~padding_mask).sum()
+    dist.all_reduce(num_tokens, group=self.tp_cp_group)
+    squares = torch.logsumexp(logits, dim=-1).square()
+    part = torch.where(padding_mask, 0.0, squares).sum() / num_tokens.clamp(min=1)
+    # Per token, Megatron divides gradients by the number of tokens later.
+    weight = config.moe_z_loss_coeff * (num_tokens if self.calculate_per_token_loss else 1)
+    logits = router.MoEAuxLossAutoScaler.apply(logits, part * weight)
+    num_depths = config.mtp_num_layers or 0
+    is_repeated = self.is_mtp_layer and config.mtp_use_repeated_layer and num_depths
+    # The tracker takes the mean over ranks. A layer of several depths is logged once for each.
+    logged = part * self.tp_cp_group.size() / (num_depths if is_repeated else 1)
+    number = self.layer_number + (config.num_layers if self.is_mtp_layer else 0)
+    router.get_moe_metrics_tracker().record(
+        "z_loss", logged, number, config.num_layers + num_depths, avg_group=self.tp_dp_cp_group
+    )
+    return logits

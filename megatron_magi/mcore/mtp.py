@@ -39,11 +39,12 @@ def process_mtp_loss(
     counted before the shift: on a rank where none did, the loss of tokens shifted there would be lost.
     Here the loss mask enters multiplied by the number of ranks and the divisor is the count over all of
     them, so the mean over ranks that follows is the mean over tokens. Per-token mode sums over ranks
-    and divides by the tokens of the batch: there the weight makes up for it.
+    and divides by the tokens of the batch: there the weight makes up for it. It is counted from the mask that is
+    given, as a script of the user's may give the model another one than the data set's.
 
     Args:
         config: Megatron's.
-        loss_mask: ``[batch_size, seqlen]``, this rank's.
+        loss_mask: ``[batch_size, seqlen]``, this rank's, of any dtype.
         cp_group: context-parallel ranks.
         packed_seq_params: the carrier; with anything else this is Megatron's own function.
         **kwargs: passed on.
@@ -56,11 +57,11 @@ def process_mtp_loss(
         return seams.original(_LOSS)(config=config, **kwargs)
     if loss_mask is None or cp_group is None:
         raise ValueError("loss_mask, cp_group: multi-token prediction of dispatched tokens needs both")
-    cp_size = cp_group.size()
+    cp_size, loss_mask = cp_group.size(), loss_mask.float()
     if config.calculate_per_token_loss:
         config = copy.copy(config)
         config.calculate_per_token_loss = False
-        config.mtp_loss_scaling_factor *= packed_seq_params.num_loss_tokens / cp_size
+        config.mtp_loss_scaling_factor *= _mean_count(loss_mask, cp_group, packed_seq_params, **kwargs)
     return seams.original(_LOSS)(
         config=config,
         loss_mask=loss_mask * cp_size,
@@ -68,6 +69,22 @@ def process_mtp_loss(
         packed_seq_params=packed_seq_params,
         **kwargs,
     )
+
+
+def _mean_count(
+    loss_mask: torch.Tensor,
+    cp_group: dist.ProcessGroup,
+    params: MagiSeqParams,
+    *,
+    labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Mean over ranks of the tokens that count before the first shift; without labels Megatron shifts once for them."""
+    if labels is None:
+        return roll_tensor(loss_mask, cp_group=cp_group, packed_seq_params=params)[1]
+    count = loss_mask.sum()
+    dist.all_reduce(count, group=cp_group)
+    return count / cp_group.size()
 
 
 def roll_tensor(

@@ -57,6 +57,7 @@ _GPT, _BUILDER = "core.models.gpt.gpt_model:GPTModel", "training.models.gpt"
 _OPTIMIZER = "core.optimizer.distrib_optimizer:DistributedOptimizer"
 _BLENDED = "core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder"
 _EMBEDDINGS = "core.models.common.embeddings"
+_LATENT = "core.transformer.multi_latent_attention"
 _CORE_ARGUMENTS = ("config", "layer_number", "attn_mask_type", "attention_type", "softmax_scale", "cp_comm_type",
                    "pg_collection")  # fmt: skip
 _CORE_CALL = ("query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias", "packed_seq_params")
@@ -102,7 +103,7 @@ SEAMS = (
          "packed_seq", "cp_group"), "rotary", "angles of all positions (on instances)"),
     Seam(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward", "wrapped", ("max_seq_len", "offset",
          "packed_seq", "cp_group"), "rotary", "likewise"),
-    Seam("core.transformer.multi_latent_attention:MultiLatentAttention.forward", "relied on", ("hidden_states",
+    Seam(f"{_LATENT}:MultiLatentAttention.forward", "relied on", ("hidden_states",
          "packed_seq_params"), "rotary", "a hook takes the carrier from its arguments"),
     Seam("core.transformer.multi_token_prediction:roll_tensor", "replaced", ("tensor", "shifts", "dims", "cp_group",
          "packed_seq_params"), "mtp", "successors in dispatched order"),
@@ -112,6 +113,8 @@ SEAMS = (
          "reduce_group", "topk", "with_padding_mask"), "experts", "counts padded tokens"),
     Seam("core.transformer.moe.router:TopKRouter._apply_expert_bias", "repaired", ("self", "routing_map",
          "padding_mask"), "experts", "likewise"),
+    Seam("core.transformer.moe.router:TopKRouter.apply_z_loss", "repaired", ("self", "logits", "padding_mask"),
+         "experts", "likewise", fragment="z_loss / moe_z_loss_coeff,"),
     Seam(f"{_GPT}.compute_language_model_loss", "subclassed", ("self", "labels", "logits"), "model",
          "takes gathered logits for a part of the vocabulary"),
     # Attention
@@ -137,6 +140,18 @@ SEAMS = (
     Seam(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache", "repaired", ("self",
          "seq_len", "offset", "dtype", "packed_seq"), "wheel_repairs", "any number of context-parallel ranks",
          fragment="self.forward(seq_len, offset, packed_seq)"),
+    Seam(f"{_LATENT}:MLASelfAttention._qkv_down_projection", "repaired", ("self", "hidden_states"), "wheel_repairs",
+         "gradients of the rotary key from all heads",
+         fragment="kv_combined, _ = self.linear_kv_down_proj(hidden_states)"),
+    Seam(f"{_LATENT}:FusedMLASelfAttention._qkv_down_projection", "repaired", ("self", "hidden_states"),
+         "wheel_repairs", "likewise", fragment="return q_compressed, kv_combined"),
+    Seam(f"{_LATENT}:MLASelfAttention.__init__", "repaired", ("self", "config"), "wheel_repairs",
+         "gradients of the queries' norm counted once", fragment="self.q_layernorm = "),
+    Seam(f"{_LATENT}:FusedMLASelfAttention.__init__", "repaired", ("self", "config"), "wheel_repairs", "likewise",
+         fragment="self.q_layernorm = "),
+    Seam("core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads", "relied on", ("model",
+         "config"), "wheel_repairs", "norms of queries and keys by their names",
+         fragment='config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)'),
     Seam(f"{_OPTIMIZER}.state_dict", "repaired", ("self",), "wheel_repairs", "steps of torch's AdamW",
          'steps = list(set([s["step"].item() for s in inner_state_dict["state"].values()]))', "no te"),
     Seam(f"{_OPTIMIZER}.load_state_dict", "repaired", ("self", "state_dict"), "wheel_repairs", "likewise",

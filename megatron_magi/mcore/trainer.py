@@ -94,11 +94,6 @@ def _check_padded_experts(args: Namespace, advice: str) -> None:
     for name, is_given in unmasked.items():
         if is_given and _router_counts_tokens(args):
             raise ValueError(f"{name}: Megatron's router takes padding for tokens there; {advice}")
-    if args.moe_z_loss_coeff and not args.calculate_per_token_loss:
-        raise ValueError(
-            f"moe_z_loss_coeff: Megatron weighs ranks alike, which padding makes unequal; {advice}, "
-            "or --calculate-per-token-loss"
-        )
     balancing = args.moe_router_load_balancing_type
     for kind in ("sinkhorn", "quantile_balancing"):
         if kind in (balancing if isinstance(balancing, list) else [balancing]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ _HELPERS = "core.datasets.utils:compile_helpers"
 _NORM = "core.transformer.torch_norm:WrappedTorchNorm.__new__"
 _YARN = "core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache"
 _OPTIMIZER = "core.optimizer.distrib_optimizer:DistributedOptimizer"
+_LATENT = "core.transformer.multi_latent_attention"
 _LAYERS = "core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules"
 _SET = "_set_main_param_and_optimizer_states"
 
@@ -32,6 +34,7 @@ def install() -> None:
     _repair_torch_norm()
     _repair_layer_spec()
     _repair_yarn()
+    _repair_latent_attention()
     _repair_distributed_optimizer()
 
 
@@ -111,6 +114,60 @@ def _repair_yarn() -> None:
         original(self, seq_len, offset, dtype, packed_seq or seq_len % (2 * cp_size) != 0)
 
     seams.put(_YARN, set_cache)
+
+
+def _repair_latent_attention() -> None:
+    """Two gradients of multi-head latent attention are wrong under tensor parallelism.
+
+    All heads share the rotary key, so its gradient is a sum over ranks. core/transformer/multi_latent_attention.py:754
+    adds it up in the gather over the sequence, for a whole projection (Transformer Engine's) under sequence
+    parallelism; otherwise the gradients of other ranks' heads are lost. A projection that is split (that of local
+    layers) is gathered here and takes the same way; without sequence parallelism the sum is added.
+
+    The norm of low-rank queries, without sequence parallelism, has the same whole gradient on all ranks, but
+    distributed/finalize_model_grads.py:452 takes it by its name for a norm of heads and adds it up. Its mark here
+    makes that a mean.
+    """
+    for name in ("MLASelfAttention", "FusedMLASelfAttention"):
+        down, init = f"{_LATENT}:{name}._qkv_down_projection", f"{_LATENT}:{name}.__init__"
+        seams.put(down, _with_whole_rotary_key(seams.original(down)))
+        seams.put(init, _with_marked_norm(seams.original(init)))
+
+
+def _with_marked_norm(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        norm = getattr(self, "q_layernorm", None)
+        if norm is not None and not self.config.sequence_parallel:
+            for parameter in norm.parameters():
+                parameter.average_gradients_across_tp_domain = True
+
+    return init
+
+
+def _with_whole_rotary_key(original: Callable) -> Callable:
+    from megatron.core import tensor_parallel
+
+    @functools.wraps(original)
+    def project(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        queries, latent = original(self, hidden_states)
+        group, config = self.pg_collection.tp, self.config
+        if group.size() == 1:
+            return queries, latent
+        widths = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+        is_split = latent.size(-1) != sum(widths)
+        if is_split:
+            latent = tensor_parallel.gather_from_tensor_model_parallel_region(latent, group=group)
+        if not config.sequence_parallel:
+            compressed, rotary_key = latent.split(widths, dim=-1)
+            rotary_key = tensor_parallel.copy_to_tensor_model_parallel_region(rotary_key, group=group)
+            latent = torch.cat([compressed, rotary_key], dim=-1)
+        elif is_split:
+            latent = tensor_parallel.scatter_to_sequence_parallel_region(latent, group=group)
+        return queries, latent
+
+    return project
 
 
 def _repair_distributed_optimizer() -> None:

@@ -46,7 +46,9 @@ def given_and_used(rank, num_ranks, cases):
 
 def test_a_padding_that_is_given_is_what_is_used(ranks):
     one = [(777, 0, 512), (777, 247, 512), (777, 3, None), (777, 1, 512), (16, 496, 512)]
-    assert given_and_used(0, 1, one)
+    assert given_and_used(0, 1, [*one, (16, 65536, None)])
+    with pytest.raises(ValueError, match=r"^pad_size: expected at most 65536 for 16 tokens over 1 rank"):
+        make_key(1, 16, 65537)
     two = [(777, 247, 512), (777, 247 + 1024, 512), (1024, 0, 512), (1024, 0, None), (777, 1, None), (777, 247, None)]
     assert all(ranks(2, given_and_used, [*two, (16, 1008, 512), (8180, 6, None)]))
     assert all(ranks(3, given_and_used, [(768, 0, 128), (777, 375, 128), (777, 0, None), (778, 2, None)]))

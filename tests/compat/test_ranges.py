@@ -75,6 +75,10 @@ def test_a_range_that_ends_before_it_starts_is_a_range_error():
     [
         (lambda: api.magi_attn_flex_key([[-1, 8]], [[0, 8]], "full", 8, 8), r"q_ranges\[0\]"),
         (lambda: api.magi_attn_flex_key([[0, 8]], [[-1, 8]], "full", 8, 8), r"k_ranges\[0\]"),
+        (
+            lambda: api.magi_attn_flex_key(AttnRanges([AttnRange(0, 8).offset(-1)]), [[0, 8]], "full", 8, 8),
+            r"q_ranges\[0\]",
+        ),
         (lambda: api.infer_attn_mask_from_sliding_window([-1, 8], [0, 8], (2, 0)), "q_range: tokens are counted"),
         (lambda: api.infer_attn_mask_from_sliding_window([0, 8], [-1, 8], (2, 0)), "k_range: tokens are counted"),
     ],

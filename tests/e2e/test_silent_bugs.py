@@ -10,9 +10,10 @@ import torch
 
 from megatron_magi.testing.megatron_launch import RunResult
 from tests.e2e.parity import LOSS_TOLERANCE, NORM_TOLERANCE, NUM_ITERATIONS, Case, Runs, assert_same_curve
-from tests.e2e.test_loss_parity import ODD_LENGTH, SINK_TP2, TENSOR
+from tests.e2e.test_loss_parity import MLA, NO_GROUPS, ODD_LENGTH, SINK_TP2, SPLIT_HEADS, TENSOR
 
 FEW_TOKENS = "tests.e2e.hooks:few_loss_tokens"
+LOW_RANK_QUERIES = ("--q-lora-rank", "24", "--qk-layernorm")
 MTP = ("--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "1.0")
 
 
@@ -57,24 +58,54 @@ def test_evaluations_of_conversations_are_means_over_tokens_not_over_ranks(runs:
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_padding_is_no_token_to_any_loss_of_the_router(runs: Runs) -> None:
-    """Neither in load balancing per token, nor in the bias, nor in layers of multi-token prediction."""
+@pytest.mark.parametrize("mode", ["mean_of_microbatches", "per_token"])
+def test_padding_is_no_token_to_any_loss_of_the_router(mode: str, runs: Runs) -> None:
+    """Neither in losses and what is printed of them, nor in the bias, nor in layers of multi-token prediction."""
     losses = ("aux_loss", "seq_aux_loss", "global_aux_loss")
     balancing = ("--moe-router-load-balancing-type", *losses, "--moe-aux-loss-coeff", *["1e-2"] * 3)
     bias = ("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias")
     router = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-z-loss-coeff", "1e-2", *balancing, *bias)
+    per_token = ("--calculate-per-token-loss",) if mode == "per_token" else ()
     case = Case(
-        (*router, *ODD_LENGTH, "--mtp-num-layers", "1", "--calculate-per-token-loss"),
+        (*router, *ODD_LENGTH, "--mtp-num-layers", "1", "--log-interval", "1", *per_token),
         (*TENSOR, "--expert-model-parallel-size", "2"),
         num_ranks=4,
         same_weights=True,
     )
-    assert_same_curve(runs.magi(case), runs.stock(case))
+    expected, got = runs.stock(case), runs.magi(case)
+    assert_same_curve(got, expected)
+    want, printed = (_printed_losses(run.stdout) for run in (expected, got))
+    names = {f"{kind}load_balancing_loss" for kind in ("", "seq_", "global_")} | {"z_loss", "mtp_1 loss"}
+    assert names <= want.keys() and len(want["z_loss"]) == len(expected.losses)
+    for name in names:
+        assert printed[name] == pytest.approx(want[name], rel=1e-5), name
+
+
+def _printed_losses(text: str) -> dict[str, list[float]]:
+    """All that Megatron prints of each iteration, by name."""
+    found: dict[str, list[float]] = {}
+    for line in text.splitlines():
+        if re.search(r"iteration +\d+/", line):
+            for name, value in re.findall(r"\| (\w[\w ]*): ([-+.\dEe]+) ", line):
+                found.setdefault(name, []).append(float(value))
+    return found
 
 
 @pytest.mark.parametrize("parallel", [TENSOR, TENSOR[:2]], ids=["sequence_parallel", "without"])
 def test_norms_of_queries_and_keys_get_the_gradient_of_all_heads(parallel: tuple[str, ...], runs: Runs) -> None:
     case = Case(("--qk-layernorm",), parallel, num_ranks=4)
+    assert_same_curve(runs.magi(case), runs.stock(case))
+
+
+@pytest.mark.parametrize("parallel", [TENSOR, TENSOR[:2]], ids=["sequence_parallel", "without"])
+@pytest.mark.parametrize("model", [(), LOW_RANK_QUERIES], ids=["queries", "low_rank_queries"])
+def test_rotary_key_of_latent_attention_gets_the_gradient_of_all_heads(
+    model: tuple[str, ...], parallel: tuple[str, ...], runs: Runs
+) -> None:
+    model = (*MLA, "--rope-type", "yarn", *model)
+    case = Case(
+        model, (*parallel, "--attention-backend", "magi"), cp_size=1, without=NO_GROUPS, before_stock=SPLIT_HEADS
+    )
     assert_same_curve(runs.magi(case), runs.stock(case))
 
 

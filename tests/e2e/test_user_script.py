@@ -37,6 +37,15 @@ def test_own_loss_of_a_script_equals_that_of_one_rank(
     assert got.records[0]["num_plans"] == 4
 
 
+@pytest.mark.parametrize("mode", ["mean_of_microbatches", "per_token"])
+def test_multi_token_prediction_counts_the_tokens_of_the_mask_that_the_script_gives(mode: str, runs: Runs) -> None:
+    model = ("--mtp-num-layers", "2", *(["--calculate-per-token-loss"] if mode == "per_token" else []))
+    expected = train(runs, 1, *model)
+    for num_ranks in (1, 2):
+        magi = ("--attention-backend", "magi", "--context-parallel-size", str(num_ranks))
+        assert_same_curve(train(runs, num_ranks, *model, *magi), expected)
+
+
 def test_pipeline_and_padding_are_the_same_as_through_the_entry_point(runs: Runs, tmp_path: Path) -> None:
     model = (*ODD_LENGTH, "--num-layers", "4", "--calculate-per-token-loss")
     save = ("--save", str(tmp_path), "--save-interval", "1", "--no-save-optim", "--train-iters", "1")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape
 from megatron_magi.config import MagiConfig
+from megatron_magi.mcore import mtp
 from megatron_magi.mcore.batch import BatchDispatcher
 from megatron_magi.mcore.carrier import MagiSeqParams
 from megatron_magi.mcore.model import MagiModelMixin
@@ -57,6 +58,28 @@ def test_a_shift_ends_with_the_document_of_the_data_loader_or_else_with_the_sequ
             planner = Planner(MagiConfig(), 0, 1, shape, eod=3, rolls=foreseen)
             params = BatchDispatcher(planner, None).dispatch(batch | more).params
             assert roll_tensor(tokens, packed_seq_params=params, cp_group=one_rank)[0].tolist() == [expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("labels", "count"), [(torch.zeros(1, 6), 4), (None, 3)], ids=["labels", "none"])
+def test_multi_token_prediction_counts_the_mask_that_it_is_given(
+    dtype: torch.dtype, labels: torch.Tensor | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without labels Megatron makes them of the tokens, and shifts the mask with them."""
+    given = {}
+    monkeypatch.setattr(mtp.seams, "original", lambda target: lambda **kwargs: given.update(kwargs))
+    monkeypatch.setattr(mtp.dist, "all_reduce", lambda x, group: x.mul_(2))  # two ranks with the same rows
+    monkeypatch.setattr(mtp, "roll", lambda rows, successors, group: rows.roll(-1))
+    layout = SimpleNamespace(roll_keeps=torch.tensor([True] * 5 + [False]))
+    params = MagiSeqParams(plans=SimpleNamespace(successors=lambda device: None), layout=layout)
+    config = SimpleNamespace(calculate_per_token_loss=True, mtp_loss_scaling_factor=0.5)
+    process_mtp_loss(
+        config=config, loss_mask=torch.tensor([[1, 1, 0, 1, 0, 1]]).to(dtype), cp_group=dist.ProcessGroup(0, 2),
+        packed_seq_params=params, labels=labels,
+    )  # fmt: skip
+    assert given["config"].mtp_loss_scaling_factor == 0.5 * count and not given["config"].calculate_per_token_loss
+    assert config.mtp_loss_scaling_factor == 0.5 and config.calculate_per_token_loss
+    assert given["loss_mask"].dtype == torch.float32 and given["loss_mask"].tolist() == [[2, 2, 0, 2, 0, 2]]
 
 
 def test_multi_token_prediction_without_a_loss_mask_is_refused() -> None:

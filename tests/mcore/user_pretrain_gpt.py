@@ -45,7 +45,7 @@ def get_batch(data_iterator, vp_stage):
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=bool(args.mtp_num_layers),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -64,9 +64,9 @@ def loss_func(weights, losses):
 def forward_step(data_iterator, model):
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     tokens, labels, loss_mask, position_ids, attention_mask = get_batch(data_iterator, vp_stage)
-    losses = model(tokens, position_ids, attention_mask, labels=labels)
     # Every third byte counts half: what counts is the script's matter, and uneven over ranks.
     weights = None if loss_mask is None else torch.where(labels % 3 == 0, loss_mask / 2, loss_mask)
+    losses = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=weights)
     return losses, partial(loss_func, weights)
 
 
