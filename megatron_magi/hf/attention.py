@@ -20,7 +20,7 @@ from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_attention import slice_attention
 
 if TYPE_CHECKING:
-    from megatron_magi.compat.runtime import DistAttnRuntimeKey
+    from megatron_magi.api.key import DistAttnRuntimeKey
     from megatron_magi.hf.shard import Shard, ShardMask
 
 NAME = "magi"

@@ -18,9 +18,9 @@ from megatron_magi.api import (
     make_flex_key_for_new_mask_after_dispatch,
     undispatch,
 )
+from megatron_magi.api.key import DistAttnRuntimeKey
+from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.compat.keys import made_on_all_ranks
-from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import MagiConfig
 from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.attention import WINDOWS, LayerMask, NoTensor, check_mask, check_no_window, document_bounds_of
