@@ -25,8 +25,8 @@ from megatron_magi.comm import roll as _roll
 from megatron_magi.comm.agreement import told
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
-from megatron_magi.eager import outside_graphs
 from megatron_magi.operands.meta import AttnForwardMeta
+from megatron_magi.runtime.no_compile import outside_graphs
 
 if TYPE_CHECKING:
     from megatron_magi.compat import DistAttnConfig

@@ -14,9 +14,9 @@ from megatron_magi.comm.agreement import Agreement, start_agreement
 from megatron_magi.comm.dispatch import UndispatchArgs
 from megatron_magi.comm.group_collective import GroupCastArgs
 from megatron_magi.comm.roll import RollArgs, make_roll_args
-from megatron_magi.lru import LruCache
 from megatron_magi.plan import Dispatch, Plan, RankPlan, make_plan
-from megatron_magi.upload import current_device, upload
+from megatron_magi.runtime.lru import LruCache
+from megatron_magi.runtime.upload import current_device, upload
 
 _INDEX_BYTES = 8
 

@@ -13,11 +13,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from megatron_magi.api import calc_attn
-from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.intervals import Intervals, side_by_side
 from megatron_magi.hf.mask_functions import Rows, Unknown, bounds_by_positions, intervals_of, parts_of, to_numpy
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.runtime.no_compile import outside_graphs
 
 if TYPE_CHECKING:
     from megatron_magi.api.key import DistAttnRuntimeKey

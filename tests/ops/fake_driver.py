@@ -11,7 +11,7 @@ from megatron_magi.attention import kinds
 from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.backends.sm90 import backward, backward_ends, gated, gated_backward, kernels, one_launch, support
 from megatron_magi.cuda import call_list, driver, launch
-from megatron_magi.lru import LruCache
+from megatron_magi.runtime.lru import LruCache
 
 USE_STREAMS = hopper, backward, backward_ends, one_launch, kinds
 """Modules that ask for the current stream."""

@@ -28,8 +28,8 @@ from megatron_magi.backends.sm90.needed import needed_kernels
 from megatron_magi.backends.sm90.one_launch import Maker, OneLaunch
 from megatron_magi.backends.sm90.prepare import make_stage_tables
 from megatron_magi.backends.sm90.static_plan import StaticMask, StaticMemory
-from megatron_magi.lru import LruCache
 from megatron_magi.operands.options import AttnOptions
+from megatron_magi.runtime.lru import LruCache
 
 
 class _Tables:
