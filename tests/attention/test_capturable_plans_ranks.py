@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import StaticPlans, load_together, prepare_batch
-from megatron_magi.attention.runtime import cleared, plan_casts
+from megatron_magi.attention.collective_args import cleared, plan_casts
 from megatron_magi.comm import group_collective
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.row_layout import RowLayout
@@ -21,7 +21,7 @@ from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiC
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import RankPlan, make_plan
 from megatron_magi.testing.spawn import run_ranks
-from tests.attention.test_static_plan import (
+from tests.attention.test_capturable_plans import (
     CPU,
     ONE_STAGE,
     attend,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_magi.attention.runtime import joined_cast
+from megatron_magi.attention.collective_args import joined_cast
 from megatron_magi.backends.base import Program, Programs, is_changing
 from megatron_magi.backends.costs import DEFAULT, kernel_costs_of
 from megatron_magi.comm.announced import announced_cast, may_announce, returned_sums

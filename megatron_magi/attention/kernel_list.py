@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_magi.attention.prepared import AttnShape
+from megatron_magi.attention.prepared_batch import AttnShape
 from megatron_magi.backends.base import Kernels
 from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.announced import may_announce
