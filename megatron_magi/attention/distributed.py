@@ -19,6 +19,7 @@ from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, make_room
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.transport import FOR_CAPTURES
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.eager import outside_graphs
@@ -215,7 +216,7 @@ def _make_call(template: CallTemplate, plan: RankPlan) -> CachedCall:
         stage_tables=plan.runtime.keep_stage_tables,
         delta_memo={} if remembers else None,
         tail=plan.runtime.tail,
-        comm_impl=config.comm.impl if plan.runtime.tail is None else "native",
+        comm_impl=config.comm.impl if plan.runtime.tail is None else FOR_CAPTURES,
     )
 
 

@@ -22,7 +22,7 @@ from megatron_magi.backends.sm90.one_launch import backward_pays
 from megatron_magi.backends.sm90.plan import HostPlan
 from megatron_magi.backends.sm90.schedule import Schedule, local_first
 from megatron_magi.backends.sm90.tiles import GAP
-from megatron_magi.comm import announced, peer_kernels
+from megatron_magi.comm import peer_kernels, transport
 from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import arriving
 from megatron_magi.cuda.build import source_root
@@ -211,7 +211,7 @@ def test_what_is_told_of_arrivals_is_what_the_kernels_read():
     [(2, "auto", True), (8, "native", True), (9, "auto", False), (2, "all_to_all", False), (1, "auto", False)],
 )
 def test_one_launch_is_for_ranks_that_reach_each_others_memory(num_ranks, impl, expected):
-    assert announced.may_announce(num_ranks, impl) is expected
+    assert transport.may_use_peer_memory(num_ranks, impl) is expected
 
 
 def test_a_forward_that_fetches_much_from_several_ranks_goes_by_stages():
