@@ -128,14 +128,15 @@ H100 = Rates(
     host_stage_backward_us=610.0,
     host_one_way_us=115.0,
 )
-"""Memory: measured by `calibrate` on 2 H100s. Bytes inside a node: by benchmarks/bench_group_collective.py on 8. The
-host: by benchmarks/bench_steps.py on two. Between nodes: by assumption, a link of
-400 Gbit/s a GPU. The others: fitted to the steps in predict_2gpu.csv and distributed_ways_{2,4,8}gpu.csv, of H100s."""
+"""Memory: measured by `calibrate` on 2 H100s. Bytes inside a node: by bench_group_collective.py of
+benchmarks/collectives on 8. The host: by bench_new_masks.py of benchmarks/distributed on two. Between nodes: by
+assumption, a link of 400 Gbit/s a GPU. The others: fitted to the steps in predict_2gpu.csv and
+distributed_ways_{2,4,8}gpu.csv, of H100s."""
 
 RATES = {"H100": H100, "H200": replace(H100, device="H200")}
 """Rates by kind of GPU, a part of its name. Those of an H200 are an H100's: with these the steps of 4 H200s in
-benchmarks/results/distributed_4gpu.csv are predicted. Other GPUs, and CPUs that plan for a GPU they do not see, take
-H100's too."""
+benchmarks/results/current/distributed_4gpu.csv are predicted. Other GPUs, and CPUs that plan for a GPU they do not see,
+take H100's too."""
 
 
 def rates_of(device_name: str) -> Rates:
