@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -142,3 +143,43 @@ class Shape:
         once = 2.0 * area * self.num_heads_q
         forward = once * (self.head_dim + self.head_dim_v)
         return forward, once * (3 * self.head_dim + 2 * self.head_dim_v)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One mask of one length and shape."""
+
+    shape: Shape
+    mask: str
+    length: int
+
+    @classmethod
+    def parse(cls, text: str) -> Cell:
+        """Of ``HEAD_DIM:HEADS_Q:HEADS_KV:MASK:LENGTH``.
+
+        Raises:
+            ArgumentTypeError: it is not of that form, or names no mask.
+        """
+        try:
+            head_dim, num_heads_q, num_heads_kv, mask, length = text.split(":")
+            cell = cls(parse_shape(f"{num_heads_q}:{num_heads_kv}", head_dim), mask, int(length))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text}: not HEAD_DIM:HEADS_Q:HEADS_KV:MASK:LENGTH") from error
+        if mask not in MASKS:
+            raise argparse.ArgumentTypeError(f"{text}: no mask {mask!r} among {', '.join(MASKS)}")
+        return cell
+
+    @property
+    def columns(self) -> dict:
+        """Columns of a table that say its shape."""
+        dims = dict.fromkeys((self.shape.head_dim, self.shape.head_dim_v))
+        return {
+            "head_dim": "/".join(map(str, dims)), "heads": f"{self.shape.num_heads_q}:{self.shape.num_heads_kv}"
+        }  # fmt: skip
+
+
+def parse_shape(heads: str, head_dims: str) -> Shape:
+    """Of ``QUERY_HEADS:KEY_HEADS`` and one head dim for all, or that of queries and keys ``/`` that of values."""
+    num_heads_q, num_heads_kv = map(int, heads.split(":"))
+    dims = [int(d) for d in head_dims.split("/")]
+    return Shape(num_heads_q, num_heads_kv, dims[0], dims[-1])

@@ -26,3 +26,8 @@ def growth(memory: list[tuple], column: int) -> float:
     """MB that a column of ``memory`` has grown by since the first fifth of the calls."""
     at = len(memory) // 5 + 1
     return memory[-1][column] - max(row[column] for row in memory[:at])
+
+
+def resident_mib() -> float:
+    """MiB of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20

@@ -12,7 +12,7 @@ from benchmarks._lib.providers import Unavailable
 
 _FIRST_DELAY_MS, _MAX_DELAY_MS = 1.0, 64.0
 _CYCLES_PER_MS = 2_000_000  # no chip that is measured here has a faster clock
-_TURN_MS, _MOST_SAMPLES, _MOST_ROUNDS = 100.0, 16, 8
+TURN_MS, _MOST_SAMPLES, _MOST_ROUNDS = 100.0, 16, 8
 _FLUSH_BYTES = 128 << 20  # more than an L2 cache
 
 
@@ -49,10 +49,10 @@ class Slots:
     of power, with lower clocks, a short one with higher.
     """
 
-    def __init__(self, call: Callable[[], object], flush: torch.Tensor) -> None:
+    def __init__(self, call: Callable[[], object], flush: torch.Tensor, turn_ms: float = TURN_MS) -> None:
         self._call, self._flush, self._delay_ms = call, flush, _FIRST_DELAY_MS
         self._samples: list[tuple[float, bool]] = []
-        self._last_ms = 0.0
+        self._last_ms, self._turn_ms = 0.0, turn_ms
 
     def warm_up(self) -> float:
         """Milliseconds that a slot takes, about."""
@@ -67,7 +67,7 @@ class Slots:
         self._samples += [self._sample() for _ in range(count)][count // 2 :]
 
     def _count(self) -> int:
-        return min(_MOST_SAMPLES, max(1, round(_TURN_MS / self._last_ms)))
+        return min(_MOST_SAMPLES, max(1, round(self._turn_ms / self._last_ms)))
 
     def _sample(self) -> tuple[float, bool]:
         """Milliseconds from where the device begins with the call to where it is done, and whether it was queued."""
@@ -90,14 +90,16 @@ class Slots:
         return statistics.median(queued or [ms for ms, _ in self._samples]), not queued
 
 
-def time_together(calls: Mapping[str, Callable[[], object]], seconds: float) -> tuple[dict[str, float | str], set[str]]:
+def time_together(
+    calls: Mapping[str, Callable[[], object]], seconds: float, turn_ms: float = TURN_MS
+) -> tuple[dict[str, float | str], set[str]]:
     """Median device times in milliseconds by name, or the error of a call that fails; calls that wait for the device.
 
     Slots of the calls are interleaved, so that all have the same temperature, each round in another order, so that none
     always follows the hottest. A call that waits for the device cannot be queued: its time is that of the host too.
     """
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    slots = {name: Slots(call, flush) for name, call in calls.items()}
+    slots = {name: Slots(call, flush, turn_ms) for name, call in calls.items()}
     failed: dict[str, float | str] = {}
     spent = 0.0
     for name, slot in slots.items():

@@ -2,6 +2,8 @@
 
     python -m benchmarks.kernels.bench_attention [--masks ...] [--lengths ...] [--providers ...] [--csv FILE]
         [--charts FOLDER]
+    python -m benchmarks.kernels.bench_attention --cells HEAD_DIM:HEADS_Q:HEADS_KV:MASK:LENGTH ... [--providers ...]
+        [--seconds S] [--turn-ms MS] [--dense-once] [--csv FILE]
     python -m benchmarks.kernels.bench_attention --plot FILE --charts FOLDER    (draws measured results; needs no GPU)
 
 Every figure is TFLOP/s of the mask's area (forward 4 * area * heads * head_dim, backward 2.5 times that) and its
@@ -10,6 +12,8 @@ of the same length. What is timed is what the device does for the whole call tha
 cache flushed before it; providers are interleaved. The host's time is not in it: see `bench_attention_costs.py`. First
 each provider's output and gradients are compared with fp64; one that is wrong is not timed. Peers take part
 where they can be imported: `flash_attn_interface`, `flash_attn.cute`, `cudnn.flex_attention`, `magi_attention`.
+
+`--cells` measures single masks of several shapes in one run, and adds the shape to each row of the table.
 """
 
 from __future__ import annotations
@@ -24,16 +28,18 @@ from pathlib import Path
 import torch
 
 from benchmarks._lib.accuracy import exact_sample, key_gradients, mismatch
-from benchmarks._lib.cases import MASKS, Case, Shape
+from benchmarks._lib.cases import MASKS, Case, Cell, Shape, parse_shape
 from benchmarks._lib.charts.attention import draw, draw_summary
 from benchmarks._lib.provenance import write_csv
 from benchmarks._lib.providers import PROVIDERS, Flex, Problem, Provider, Unavailable, make_problem
 from benchmarks._lib.results import read_results
-from benchmarks._lib.timing import DeviceLost, attempt, time_together
+from benchmarks._lib.timing import TURN_MS, DeviceLost, attempt, time_together
 
 PASSES = ("forward", "backward")
 HEADER = ["mask", "length", "provider", "yardstick", "forward_ms", "forward_tflops", "forward_ratio", "backward_ms",
           "backward_tflops", "backward_ratio", "forward_yardstick", "backward_yardstick", "note"]  # fmt: skip
+SHAPE = ["head_dim", "heads"]
+"""Columns before those of `HEADER`, of cells."""
 LENGTHS = (8192, 32768, 2048, 16384, 131072, 1024, 4096, 65536)
 """In the order of what a run that is out of time should have measured first."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,13 +50,21 @@ Rates = tuple[float, float]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured: shape and dtype of the inputs, and how long to time one mask of one length."""
+    """What is measured: shape and dtype of the inputs, and how long to time one mask of one length.
+
+    Attributes:
+        seconds: to time all providers and passes of a mask, about.
+        turn_ms: of a call before the next one has its turn, about.
+        dense_once: cuDNN's dense pass is measured once a length, however short.
+    """
 
     shape: Shape
     dtype: torch.dtype
     providers: tuple[str, ...]
     flex_lengths: tuple[int, ...]
     seconds: float
+    turn_ms: float = TURN_MS
+    dense_once: bool = False
 
 
 def prepare(problem: Problem, settings: Settings) -> tuple[dict[str, Provider], dict[str, str]]:
@@ -92,7 +106,7 @@ def measure(case: Case, settings: Settings, known: dict[int, Rates]) -> list[dic
     """One row for each provider that can do the mask.
 
     Args:
-        known: cuDNN's dense times of lengths past `MAX_YARDSTICK_LENGTH`, which this adds to.
+        known: cuDNN's dense times of the shape, by length, where they are measured once; this adds to it.
     """
     problem = make_problem(case, settings.shape, settings.dtype)
     ready, notes = prepare(problem, settings)
@@ -104,10 +118,13 @@ def measure(case: Case, settings: Settings, known: dict[int, Rates]) -> list[dic
             notes["cudnn"] = f"failed: {error}"
         else:
             calls |= {("dense", which): getattr(dense, which) for which in PASSES}
-    times, waiting = time_together({" ".join(key): call for key, call in calls.items()}, settings.seconds)
+    times, waiting = time_together(
+        {" ".join(key): call for key, call in calls.items()}, settings.seconds, settings.turn_ms
+    )
     base = [times.get(f"{'cudnn' if same else 'dense'} {which}") for which in PASSES]
     yardstick = (base[0], base[1]) if isinstance(base[0], float) and isinstance(base[1], float) else None
-    if yardstick and case.name != "causal" and case.length > MAX_YARDSTICK_LENGTH:
+    once = settings.dense_once or case.length > MAX_YARDSTICK_LENGTH
+    if yardstick and case.name != "causal" and once:
         known[case.length] = yardstick
     if not same:
         yardstick = yardstick or known.get(case.length)
@@ -173,35 +190,41 @@ def table_line(rows: Sequence[Mapping[str, object]]) -> str:
     return "  ".join(parts)
 
 
-def run(settings: Settings, masks: Sequence[str], lengths: Sequence[int], max_seconds: float, csv: str | None) -> list:
-    """Measures, prints and keeps what there is; stops early when the device is lost or time is up."""
+def run(settings: Settings, cells: Sequence[Cell], max_seconds: float, csv: str | None, shapes: bool = False) -> list:
+    """Measures, prints and keeps what there is; stops early when the device is lost or time is up.
+
+    Args:
+        settings: their shape is that of each cell.
+        shapes: whether rows say their shape.
+    """
     rows: list[dict] = []
-    known: dict[int, Rates] = {}
+    known: dict[Shape, dict[int, Rates]] = {}
     said: set[tuple[str, str]] = set()
     start, left_out = time.monotonic(), []
-    for length in lengths:
-        for name in masks:
-            if time.monotonic() - start > max_seconds:
-                left_out.append(f"{name} {length}")
-                continue
-            try:
-                found, error = attempt(measure, MASKS[name](length), settings, known)
-            except DeviceLost as lost:
-                print(f"{name} {length}: the GPU is lost: {lost}", flush=True)
-                _save(csv, rows)
-                sys.exit(3)
-            torch.cuda.empty_cache()
-            if not found:
-                print(f"{name:>14} {length:>7}  {error or 'no provider'}", flush=True)
-                continue
-            skipped = [r for r in found if r["note"].startswith("skipped")]
-            rows += [r for r in found if r not in skipped]
-            print(f"{table_line(found)}  [{time.monotonic() - start:.0f} s]", flush=True)
-            for row in found:
-                if row["note"] and (row["provider"], row["note"]) not in said:
-                    said.add((row["provider"], row["note"]))
-                    print(f"{'':>22}  {row['provider']}, {name} {length}: {row['note']}", flush=True)
+    for cell in cells:
+        name, length = cell.mask, cell.length
+        if time.monotonic() - start > max_seconds:
+            left_out.append(f"{name} {length}")
+            continue
+        here = replace(settings, shape=cell.shape)
+        try:
+            found, error = attempt(measure, MASKS[name](length), here, known.setdefault(cell.shape, {}))
+        except DeviceLost as lost:
+            print(f"{name} {length}: the GPU is lost: {lost}", flush=True)
             _save(csv, rows)
+            sys.exit(3)
+        torch.cuda.empty_cache()
+        if not found:
+            print(f"{name:>14} {length:>7}  {error or 'no provider'}", flush=True)
+            continue
+        kept = [r for r in found if not r["note"].startswith("skipped")]
+        rows += [cell.columns | row for row in kept] if shapes else kept
+        print(f"{table_line(found)}  [{time.monotonic() - start:.0f} s]", flush=True)
+        for row in found:
+            if row["note"] and (row["provider"], row["note"]) not in said:
+                said.add((row["provider"], row["note"]))
+                print(f"{'':>22}  {row['provider']}, {name} {length}: {row['note']}", flush=True)
+        _save(csv, rows)
     if left_out:
         print(f"not measured, {max_seconds:.0f} s are over: {', '.join(left_out)}")
     return rows
@@ -210,8 +233,13 @@ def run(settings: Settings, masks: Sequence[str], lengths: Sequence[int], max_se
 def _save(path: str | None, rows: Sequence[Mapping[str, object]]) -> None:
     if path and rows:
         masks, names = list(MASKS), list(PROVIDERS)
-        rows = sorted(rows, key=lambda r: (masks.index(r["mask"]), r["length"], names.index(r["provider"])))
-        write_csv(path, HEADER, [[row[h] for h in HEADER] for row in rows])
+        header = [*(h for h in SHAPE if h in rows[0]), *HEADER]
+        shapes = list(dict.fromkeys(tuple(row.get(h) for h in SHAPE) for row in rows))
+        order = lambda r: (  # noqa: E731
+            shapes.index(tuple(r.get(h) for h in SHAPE)), masks.index(r["mask"]), r["length"],
+            names.index(r["provider"]),
+        )  # fmt: skip
+        write_csv(path, header, [[row[h] for h in header] for row in sorted(rows, key=order)])
 
 
 def draw_all(results: str, folder: str) -> None:
@@ -224,23 +252,21 @@ def draw_all(results: str, folder: str) -> None:
     draw_summary(Path(folder) / f"{Path(results).stem}_summary.png", rows, longest, source)
 
 
-def _shape(heads: str, head_dims: str) -> Shape:
-    num_heads_q, num_heads_kv = map(int, heads.split(":"))
-    dims = [int(d) for d in head_dims.split("/")]
-    return Shape(num_heads_q, num_heads_kv, dims[0], dims[-1])
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--masks", nargs="+", choices=list(MASKS), default=list(MASKS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=list(PROVIDERS))
+    parser.add_argument("--cells", nargs="+", type=Cell.parse, metavar="HEAD_DIM:HEADS_Q:HEADS_KV:MASK:LENGTH",
+                        help="these, instead of --masks, --lengths, --heads and --head-dims")  # fmt: skip
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--heads", default="64:8", help="query heads : key heads")
     parser.add_argument("--head-dims", default="128", help="one for all, or queries and keys / values: 192/128")
     parser.add_argument("--flex-lengths", nargs="*", type=int, default=[8192],
                         help="lengths that FlexAttention is compiled for, 10 s a mask")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=3.0, help="to time one mask of one length, about")
+    parser.add_argument("--turn-ms", type=float, default=TURN_MS, help="of a call before the next has its turn, about")
+    parser.add_argument("--dense-once", action="store_true", help="cuDNN's dense rate once a length, however short")
     parser.add_argument("--max-seconds", type=float, default=215.0, help="begin nothing new after it")
     parser.add_argument("--csv", help="where to write the table, with where it comes from in its first lines")
     parser.add_argument("--charts", help="folder of the charts")
@@ -258,13 +284,16 @@ def main() -> None:
         sys.exit("--charts: needs --csv, which it draws")
     if not torch.cuda.is_available():
         sys.exit("needs a GPU; --plot draws a results file without one")
+    shape = parse_shape(args.heads, args.head_dims)
     settings = Settings(
-        _shape(args.heads, args.head_dims), DTYPES[args.dtype], tuple({"cudnn": None} | dict.fromkeys(args.providers)),
-        tuple(n for n in args.flex_lengths if n <= Flex.max_length), args.seconds,
+        shape, DTYPES[args.dtype], tuple({"cudnn": None} | dict.fromkeys(args.providers)),
+        tuple(n for n in args.flex_lengths if n <= Flex.max_length), args.seconds, args.turn_ms, args.dense_once,
     )  # fmt: skip
+    cells = args.cells or [Cell(shape, name, length) for length in args.lengths for name in args.masks]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
-    print(f"{args.dtype}, heads {args.heads}, head dims {args.head_dims}: TFLOP/s forward/backward (ratio to cuDNN)")
-    rows = run(settings, args.masks, args.lengths, args.max_seconds, args.csv)
+    shapes = "" if args.cells else f", heads {args.heads}, head dims {args.head_dims}"
+    print(f"{args.dtype}{shapes}: TFLOP/s forward/backward (ratio to cuDNN)")
+    rows = run(settings, cells, args.max_seconds, args.csv, shapes=bool(args.cells))
     if args.charts and rows:
         draw_all(args.csv, args.charts)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks._lib.accuracy import exact_sample, key_gradients, mismatch, sample_rows, visible_keys
-from benchmarks._lib.cases import MASKS, Shape
+from benchmarks._lib.cases import MASKS, Cell, Shape
 from benchmarks._lib.charts import attention as charts
 from benchmarks._lib.provenance import write_csv
 from benchmarks._lib.providers import FFA, PROVIDERS, Flex, Unavailable, make_problem
@@ -46,10 +49,14 @@ def on_cpu(monkeypatch):
     make = bench_attention.make_problem
     monkeypatch.setattr(bench_attention, "PROVIDERS", providers)
     monkeypatch.setattr(bench_attention, "make_problem", lambda *args: make(*args, "cpu"))
-    clock = lambda calls, _: ({n: i + 1.0 for i, n in enumerate(calls)}, {"magi backward", "dense forward"})  # noqa: E731
+    clock = lambda calls, *_: ({n: i + 1.0 for i, n in enumerate(calls)}, {"magi backward", "dense forward"})  # noqa: E731
     monkeypatch.setattr(bench_attention, "time_together", clock)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return bench_attention.Settings(SMALL, torch.float32, tuple(providers), (1024,), 1.0)
+
+
+def cells(*masks):
+    return [Cell(SMALL, name, 1024) for name in masks]
 
 
 def by_provider(rows):
@@ -170,7 +177,7 @@ def test_every_mask_and_provider_has_a_title_and_a_color():
 
 def test_a_provider_that_fails_or_is_wrong_costs_the_others_nothing(on_cpu, tmp_path, capsys):
     path = tmp_path / "attention.csv"
-    bench_attention.run(on_cpu, ["causal", "window"], [1024], 60.0, str(path))
+    bench_attention.run(on_cpu, cells("causal", "window"), 60.0, str(path))
     _, rows = read_results(path)
     causal = by_provider(r for r in rows if r["mask"] == "causal")
     assert list(causal) == ["cudnn", "ffa", "fa3", "fa4", "magi"], "what is not installed has no row"
@@ -197,21 +204,21 @@ def test_a_lost_device_ends_the_run_with_what_was_measured(on_cpu, monkeypatch, 
 
     monkeypatch.setattr(bench_attention, "measure", then_lose)
     with pytest.raises(SystemExit) as ended:
-        bench_attention.run(on_cpu, ["causal", "window", "full"], [1024], 60.0, str(path))
+        bench_attention.run(on_cpu, cells("causal", "window", "full"), 60.0, str(path))
     assert ended.value.code == 3
     assert "illegal address" in capsys.readouterr().out
     assert {r["mask"] for r in read_results(path)[1]} == {"causal"}
 
 
 def test_what_there_is_no_time_for_is_named(on_cpu, capsys):
-    assert bench_attention.run(on_cpu, ["causal"], [1024, 2048], 0.0, None) == []
+    assert bench_attention.run(on_cpu, [*cells("causal"), Cell(SMALL, "causal", 2048)], 0.0, None) == []
     assert "causal 1024, causal 2048" in capsys.readouterr().out
 
 
 def test_the_dense_rate_of_a_long_length_is_measured_once(on_cpu, monkeypatch):
     timed = []
 
-    def clock(calls, _):
+    def clock(calls, *_):
         timed.append(list(calls))
         return dict.fromkeys(calls, 2.0), set()
 
@@ -222,3 +229,26 @@ def test_the_dense_rate_of_a_long_length_is_measured_once(on_cpu, monkeypatch):
         bench_attention.measure(MASKS[name](1024), on_cpu, known)
     assert known == {1024: (2.0, 2.0)}
     assert not any(n.startswith("dense") for names in timed for n in names)
+
+
+def test_cells_of_several_shapes_are_one_table_and_dense_rates_are_those_of_their_shape(on_cpu, monkeypatch, tmp_path):
+    clock = lambda calls, *_: (dict.fromkeys(calls, 1e-3), set())  # noqa: E731
+    monkeypatch.setattr(bench_attention, "time_together", clock)
+    path = tmp_path / "cells.csv"
+    asked = [Cell.parse(text) for text in ("32:2:1:window:512", "64:4:2:window:512", "64:4:2:full:512")]
+    bench_attention.run(replace(on_cpu, dense_once=True), asked, 60.0, str(path), shapes=True)
+    _, rows = read_results(path)
+    assert list(rows[0])[:4] == ["head_dim", "heads", "mask", "length"]
+    assert list(dict.fromkeys((r["head_dim"], r["heads"], r["mask"]) for r in rows)) == [
+        ("32", "2:1", "window"), ("64", "4:2", "full"), ("64", "4:2", "window"),
+    ]  # fmt: skip
+    small, large = ({r["forward_yardstick"] for r in rows if r["head_dim"] == dim and r["mask"] == "window"}
+                    for dim in ("32", "64"))  # fmt: skip
+    assert len(small) == len(large) == 1
+    assert small != large
+
+
+@pytest.mark.parametrize("text", ["64:4:2:full", "64:4:2:full:many", "64:4:2:none:512"])
+def test_a_cell_that_is_none_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=text):
+        Cell.parse(text)
