@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Checks the Hopper kernels and measures them, on a machine with a Hopper GPU, in less than ten minutes.
 #   [OUT=results_folder] [BENCH="--masks ... --lengths ..."] [TESTS="tests/ops/..."] bash benchmarks/run_gpu_attention.sh
-# Writes gpu_tests.csv, what compute-sanitizer finds where it is there, attention.csv, its charts and what was printed.
+# Writes to build/gpu_attention where OUT is not given: gpu_tests.csv, what compute-sanitizer finds where it is there,
+# attention.csv, its charts and what was printed.
 # Each part has its own time limit: a kernel that hangs is killed, and does not cost the other part. Empty TESTS: only
 # measure. Peers take part where PYTHONPATH has them; what they compile is kept in the temporary folder for the next run.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-OUT=${OUT:-benchmarks/results/current}
+OUT=${OUT:-build/gpu_attention}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}

@@ -14,6 +14,7 @@ from benchmarks._lib.results import FOLDERS, RESULTS
 
 ROOT = RESULTS.parents[1]
 HISTORY = "kernel_log.md"
+IN_PAGE = r"(?:`|^    )((?:python|torchrun)[^`\n]* -m benchmarks\.[^`\n]+)"
 MODULE = r"-m (benchmarks\.[a-z_.]+[a-z_])"
 FILE = r"(?<![\w/])(?:\.\./)?(benchmarks/[\w/]+\.(?:py|sh|cu|csv|png|txt))"
 FILES = sorted(file for folder in FOLDERS for file in folder.iterdir() if file.suffix != ".png")
@@ -85,7 +86,7 @@ def split(command):
     if words[0] == "compute-sanitizer":
         words = words[next(i for i, word in enumerate(words) if word.startswith("python")) :]
     launched = " ".join(words)
-    form = r"(?:python3?(?: -W \w+)?|torchrun --nproc-per-node \d+) (?:-m )?(\S+)"
+    form = r"(?:python3?(?: -W \w+)?|torchrun --nproc-per-node \w+) (?:-m )?(\S+)"
     script = re.match(form, launched)
     assert script, f"not the form of a command: {command}"
     return script[1], words[words.index(script[1]) + 1 :]
@@ -117,6 +118,15 @@ def test_a_command_of_a_results_file_can_be_run(command, monkeypatch):
     found = split(command)
     if found is not None:
         check(*found, monkeypatch)
+
+
+PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+IN_PAGES = list(dict.fromkeys(found for page in PAGES for found in re.findall(IN_PAGE, page.read_text(), re.MULTILINE)))
+
+
+@pytest.mark.parametrize("command", IN_PAGES, ids=lambda command: command[:90])
+def test_a_command_in_a_document_can_be_run(command, monkeypatch):
+    check(*split(command.partition(" #")[0]), monkeypatch)
 
 
 def test_a_command_that_cannot_be_run_is_found(monkeypatch, capsys):
