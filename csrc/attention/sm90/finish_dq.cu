@@ -24,7 +24,7 @@ struct FinishParams {
 extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_constant__ FinishParams p) {
   if (!CONCURRENT) await_earlier_kernels();
   let_next_kernel_start();
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, half = threadIdx.x / 128;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, half = threadIdx.x / kWarpgroupThreads;
   const int head = blockIdx.x / p.blocks, block = blockIdx.x - head * p.blocks;
   const int row = block * 64 + warp * 16 + lane / 4;
   const bool valid[2] = {row < p.num_rows, row + 8 < p.num_rows};

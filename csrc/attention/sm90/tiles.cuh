@@ -8,8 +8,6 @@
 #define GATED 0
 #endif
 
-constexpr int kPanel = 64;  // columns of a 128-byte-swizzled panel
-
 // Loads a box of rows of one head, panel by panel.
 template <int kPanels>
 DEVICE void load_panels(const TensorMap* map, u32 smem, u32 panel_bytes, int row, int head, u32 bar) {
@@ -41,7 +39,7 @@ DEVICE void load_packed(const TensorMap* map, u32 smem, u32 panel_bytes, int row
 
 // Index and mbarrier phase parity in a ring of buffers.
 template <int N>
-struct Ring {
+struct PipelineState {
   int index = 0;
   u32 parity = 0;
   DEVICE void advance() {
@@ -55,7 +53,7 @@ DEVICE void init_buffer(u64& full, u64& empty, u32 arrivals) {
   barrier_init(smem_address(&empty), arrivals);
 }
 
-// The same for each buffer of a ring.
+// The same for each buffer of a stage.
 template <int N>
 DEVICE void init_buffers(u64 (&full)[N], u64 (&empty)[N], u32 arrivals) {
   for (int i = 0; i < N; ++i) init_buffer(full[i], empty[i], arrivals);
