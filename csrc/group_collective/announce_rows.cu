@@ -12,6 +12,9 @@
 
 #include "../common/arrivals.cuh"
 #include "send_row.cuh"
+#include "units.cuh"
+
+using Unit = UnitOf<UNIT>::Type;
 
 struct AnnounceParams {
   Peers peers;
@@ -161,7 +164,7 @@ DEVICE void publish(const AnnounceParams& p, u32 call, u32 block, u32 num_blocks
       if (begin == end) continue;
       for (i64 i = begin + (thread >> p.from.log2_lanes); i < end; i += at_once) {
         const i64 row = p.rows[i];
-        send_row<kLoads>(p.from, row, slot + row * p.from.row_bytes, thread & (lanes - 1), lanes);
+        send_row<Unit, kLoads>(p.from, row, slot + row * p.from.row_bytes, thread & (lanes - 1), lanes);
       }
       __syncthreads();
       if (thread < p.peers.num_ranks)

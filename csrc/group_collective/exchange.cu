@@ -9,9 +9,12 @@
 // are copied; 1: rows are added, see numbers.cuh).
 
 #include "send_row.cuh"
+#include "units.cuh"
 #if SUMS
 #include "numbers.cuh"
 #endif
+
+using Unit = UnitOf<UNIT>::Type;
 
 // What one rank sends, ordered by destination, and receives, ordered by source. Mirrored in Python.
 struct Route {
@@ -233,8 +236,8 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
     const Chunk chunk(p, c, call, at);
     for (i64 row = chunk.row + (thread >> log2_lanes); row < chunk.end; row += kGroup >> log2_lanes) {
       const i64 i = row + chunk.shift;
-      send_row<kLoads>(p.from, p.sent == nullptr ? i : p.sent[i], chunk.slot + row * p.from.row_bytes,
-                       thread & (lanes - 1), lanes);
+      send_row<Unit, kLoads>(p.from, p.sent == nullptr ? i : p.sent[i], chunk.slot + row * p.from.row_bytes,
+                             thread & (lanes - 1), lanes);
     }
     named_sync(1 + threadIdx.x / kGroup, kGroup);
     if (thread == 0) store_release(chunk.flag, call);
@@ -293,8 +296,9 @@ struct Result {
 
 #if SUMS
 constexpr int kSumLoads = 2;
-using From = Vector<FROM>;
-using Into = Vector<INTO>;
+using From = Vector<FROM, VECTOR>;
+using Into = Vector<INTO, VECTOR>;
+using Sum = Accumulator<FROM, INTO>;
 #else
 using Into = Unit;
 #endif

@@ -19,7 +19,6 @@
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kGroups = 2;  // consumer warpgroups
 constexpr int kBlockThreads = kWarpgroupThreads * (kGroups + 1);
-constexpr int kRows = 64;  // rows of a warpgroup's accumulators
 constexpr int kQueries = WIDTH;
 constexpr int kStages = STAGES;
 using T = DTYPE;
@@ -29,8 +28,8 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert(kProducerRegisters + kGroups * kConsumerRegisters == 168 * (kGroups + 1));
 
 struct Shared {
-  alignas(kSwizzleAtomBytes) u16 k[kHeadDim / kPanel][kRows][kPanel];
-  u16 v[kHeadDimV / kPanel][kRows][kPanel];
+  alignas(kSwizzleAtomBytes) u16 k[kHeadDim / kPanel][kWarpgroupRows][kPanel];
+  u16 v[kHeadDimV / kPanel][kWarpgroupRows][kPanel];
   u16 q[kStages][kHeadDim / kPanel][kQueries][kPanel];
   u16 dout[kStages][kHeadDimV / kPanel][kQueries][kPanel];
   // P, from each thread of one warpgroup to the same thread of the other
@@ -81,8 +80,8 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
     kv_parity ^= 1;
     const u32 kv = smem_address(&s.kv_full);
     barrier_expect_bytes(kv, kBytesKV);
-    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kRows * kPanelRowBytes, item.x, head_kv, kv);
-    load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kRows * kPanelRowBytes, item.x, head_kv, kv);
+    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kWarpgroupRows * kPanelRowBytes, item.x, head_kv, kv);
+    load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kWarpgroupRows * kPanelRowBytes, item.x, head_kv, kv);
     int segment = item.z, n = 0, h = 0;
     int4 range = __ldg(p.plan.passes + 2 * segment);
     while (true) {
@@ -150,7 +149,7 @@ struct BlockWalk {
   }
   DEVICE bool masked() const { return n < full_begin || n >= full_end; }
   DEVICE void load_bounds(int2 (&bounds)[2]) const {
-    const int2* b = plan.bounds + static_cast<i64>(segment) * kRows + row;
+    const int2* b = plan.bounds + static_cast<i64>(segment) * kWarpgroupRows + row;
     bounds[0] = __ldg(b);
     bounds[1] = __ldg(b + 8);
   }

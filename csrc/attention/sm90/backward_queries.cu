@@ -22,7 +22,6 @@
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kGroups = 2;  // consumer warpgroups
 constexpr int kBlockThreads = kWarpgroupThreads * (kGroups + 1);
-constexpr int kRows = 64;  // rows of a warpgroup's accumulators
 constexpr int kKeys = WIDTH;
 constexpr int kStages = STAGES, kStagesV = STAGES_V;
 using T = DTYPE;
@@ -39,8 +38,8 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert(kProducerRegisters + kGroups * kConsumerRegisters == 168 * (kGroups + 1));
 
 struct Shared {
-  alignas(kSwizzleAtomBytes) u16 q[kGroups][kHeadDim / kPanel][kRows][kPanel];
-  u16 dout[kGroups][kHeadDimV / kPanel][kRows][kPanel];
+  alignas(kSwizzleAtomBytes) u16 q[kGroups][kHeadDim / kPanel][kWarpgroupRows][kPanel];
+  u16 dout[kGroups][kHeadDimV / kPanel][kWarpgroupRows][kPanel];
   u16 k[kStages][kHeadDim / kPanel][kKeys][kPanel];
   u16 v[kStagesV][kHeadDimV / kPanel][kKeys][kPanel];
   Staging<kHeadDim, STAGED ? 4 * kGroups : 0> dq;
@@ -102,8 +101,9 @@ struct RowLoader {
       const u32 bar = smem_address(&s.rows_full[w]);
       barrier_wait(smem_address(&s.rows_empty[w]), parity);
       barrier_expect_bytes(bar, kBytesRows);
-      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * kPanelRowBytes, row, head, bar);
-      load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[w]), kRows * kPanelRowBytes, row, head, bar);
+      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kWarpgroupRows * kPanelRowBytes, row, head, bar);
+      load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[w]), kWarpgroupRows * kPanelRowBytes, row, head,
+                                      bar);
       row += tile_rows<kGroups>(p) / kGroups;
     }
     parity ^= 1;

@@ -23,7 +23,6 @@
 constexpr int kGroups = GROUPS;  // consumer warpgroups
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQStages = Q_STAGES;
-constexpr int kRows = 64;  // query rows of a warpgroup
 constexpr int kBlockThreads = kWarpgroupThreads * (kGroups + 1);
 constexpr int kBehind = 1 << 30;  // a key out of bounds: TMA fills zeros
 
@@ -64,7 +63,8 @@ struct ForwardParams {
 };
 
 struct Shared {
-  alignas(kSwizzleAtomBytes) u16 q[kQStages][kGroups][kHeadDim / kPanel][kRows][kPanel];  // also staging for the output
+  alignas(kSwizzleAtomBytes)
+      u16 q[kQStages][kGroups][kHeadDim / kPanel][kWarpgroupRows][kPanel];  // also staging for the output
   u16 k[kStages][kHeadDim / kPanel][kBlockN][kPanel];
   u16 v[kStages][kHeadDimV / kPanel][kBlockN][kPanel];
   u64 q_full[kQStages][kGroups], q_empty[kQStages][kGroups];
@@ -160,7 +160,8 @@ struct QueryLoader {
       barrier_wait(smem_address(&s.q_empty[stage.index][w]), stage.parity ^ 1);
       if (load) {
         barrier_expect_bytes(bar, kBytesQ);
-        load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[stage.index][w]), kRows * kPanelRowBytes, row, head, bar);
+        load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[stage.index][w]), kWarpgroupRows * kPanelRowBytes, row,
+                                       head, bar);
         row += tile_rows<kGroups>(p) / kGroups;
       } else {
         barrier_arrive(bar);
@@ -268,7 +269,8 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
     }
     __syncwarp();  // all threads of a row have read its lse before one of them writes it
   }
-  if (staging) store_staged<T, kHeadDimV>(&p.out_map, staging, kRows * kPanelRowBytes, acc, factor, row, head, lane);
+  if (staging)
+    store_staged<T, kHeadDimV>(&p.out_map, staging, kWarpgroupRows * kPanelRowBytes, acc, factor, row, head, lane);
   if (lane % 4 == 0) {
     float* to = p.lse + row * p.lse_row + head * p.lse_head;
     if (row < end_row) *to = lse[0];

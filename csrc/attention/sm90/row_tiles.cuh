@@ -13,7 +13,6 @@
 // A tile has 64 rows of accumulators for each warpgroup: 64 query rows of one head, or 64 / heads query rows of each
 // of 2, 4 or 8 heads that share their keys (packed). Accumulator row i is query row i / heads of head i % heads, the
 // order in which TMA loads a box of rows and heads. Params: log2_packed, log2 of the number of packed heads.
-constexpr int kWarpgroupRows = 64;
 template <int kGroups, typename Params>
 DEVICE int tile_rows(const Params& p) {
   return kGroups * kWarpgroupRows >> p.log2_packed;

@@ -12,9 +12,8 @@
 #include "sparse_offsets.cuh"
 #include "tiles.cuh"
 
-constexpr int kWarpgroupRows = 64;  // of a warpgroup
-constexpr int kPiece = 64;          // contiguous keys in a step of a list of blocks
-constexpr int kNoKey = 1 << 30;     // past all keys, hence masked
+constexpr int kPiece = 64;       // contiguous keys in a step of a list of blocks
+constexpr int kNoKey = 1 << 30;  // past all keys, hence masked
 // Arrivals that fill a buffer of keys: by TMA one; of single keys those of all copying lanes, and of four warps for the
 // description.
 template <bool kIndexed>

@@ -8,6 +8,8 @@
 #define GATED 0
 #endif
 
+constexpr int kWarpgroupRows = 64;  // of the accumulators of a warpgroup
+
 // Loads a box of rows of one head, panel by panel.
 template <int kPanels>
 DEVICE void load_panels(const TensorMap* map, u32 smem, u32 panel_bytes, int row, int head, u32 bar) {
