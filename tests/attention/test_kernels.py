@@ -98,8 +98,8 @@ def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatc
                 lie = gated_backward.BackwardTensors((q, k, v, out), out, lse, (q, k, v))
                 known = gated_backward.backward_pass(lie, 7, bands, use)
                 gated_backward.backward_steps(lie, sent, known, use, wants_delta=False)
-    gates = {kernel for kernel in needed_kernels(shape, config, 2) if "GATED=1" in kernel[1]}
-    assert {kernel for kernel in asked if "GATED=1" in kernel[1]} == gates
+    gates = {kernel for kernel in needed_kernels(shape, config, 2) if "STREAM_KV=1" in kernel[1]}
+    assert {kernel for kernel in asked if "STREAM_KV=1" in kernel[1]} == gates
     assert asked <= set(needed_kernels(shape, config, 2))
 
 

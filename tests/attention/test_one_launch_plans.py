@@ -188,16 +188,16 @@ def test_who_waits_keeps_nobody_from_arriving():
     assert peer_kernels.SHAPES["announce_rows"].num_blocks <= 64
     for name in ("forward", "backward"):
         text = (source_root() / f"attention/sm90/{name}.cu").read_text()
-        assert "if (!GATED) await_earlier_kernels();" in text, "else it would wait for all rows"
+        assert "if (!STREAM_KV) await_earlier_kernels();" in text, "else it would wait for all rows"
 
 
 def test_what_is_told_of_arrivals_is_what_the_kernels_read():
     text = (source_root() / "common/arrivals.cuh").read_text()
     assert f"kMostParts = {arriving.MOST_PARTS};" in text and arriving.FLAG_BYTES == 8 * arriving.MOST_PARTS
-    gate = re.search(r"struct Gate {(.*?)};", text, re.DOTALL).group(1)
+    gate = re.search(r"struct ArrivalBarrier {(.*?)};", text, re.DOTALL).group(1)
     names = re.findall(r"[\s*](\w+)[,;]", re.sub(r"//.*", "", gate))
     assert names == [name for name, _ in arriving.GateParams._fields_]
-    assert ctypes.sizeof(arriving.GateParams) == 56 and params.GatedForwardParams.gate.offset % 8 == 0
+    assert ctypes.sizeof(arriving.GateParams) == 56 and params.GatedForwardParams.arrival_barrier.offset % 8 == 0
     for num_rows in (1, 255, 4096, 1 << 20):
         assert -(-num_rows // arriving.part_rows(num_rows)) <= arriving.MOST_PARTS
     assert max(n for tiles in kernels.FORWARD_TILES.values() for _, n in tiles) < GAP

@@ -192,7 +192,7 @@ def test_kernels_that_overlap_take_different_counters_and_all_wait_for_those_bef
     for source in (hopper_build.source_root() / "attention/sm90").glob("*.cu"):
         text = source.read_text()
         # Those that wait for keys, or run while rows are moved, do so at the end, and not where the others do.
-        counts = [text.count(f"{when}await_earlier_kernels();") for when in ("", "if (!GATED) ", "if (GATED) ")]
+        counts = [text.count(f"{when}await_earlier_kernels();") for when in ("", "if (!STREAM_KV) ", "if (STREAM_KV) ")]
         is_concurrent = source.name in ("prepare.cu", "finish_dq.cu")
         assert counts == ([2, 0, 0] if is_concurrent else [2, 1, 1] if counts[0] > 1 else [1, 0, 0])
 

@@ -11,7 +11,7 @@ from megatron_magi.cuda import build
 pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
 
 HEADERS = [path.relative_to(build.source_root()).as_posix() for path in sorted(build.source_root().rglob("*.cuh"))]
-SWITCHES = {"CAPTURED", "GATED"}
+SWITCHES = {"CAPTURED", "STREAM_KV"}
 """Macros that headers read; they choose fields of parameters, and are 0 where they are not given."""
 
 

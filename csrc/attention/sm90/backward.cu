@@ -24,7 +24,7 @@
 // wgmmas of its own.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ADD_DQ (0 or 1: accumulates dQ,
-// in an order that is not deterministic), SPLIT_STATS (0 or 1), GATED (0 or 1: keys from a given index on are in
+// in an order that is not deterministic), SPLIT_STATS (0 or 1), STREAM_KV (0 or 1: keys from a given index on are in
 // separate tensors, with gradients of their own, and arrive while the kernel runs; no tile has both kinds), CAPTURED (0
 // or 1: mask_numbers.cuh).
 
@@ -66,7 +66,7 @@ static_assert(kProducerRegisters + kGroups * kConsumerRegisters == 168 * (kGroup
 // kRegisterOperands those of dQ are transposed: four pieces of 16 columns for every 16 queries.
 struct BackwardParams {
   TensorMap q, k, v;
-#if GATED
+#if STREAM_KV
   TensorMap k_remote, v_remote;
 #endif
   TensorMap dout;
@@ -87,10 +87,10 @@ struct BackwardParams {
   int heads_inner, stats_row, units, store;  // units: stats_row / 16
   float scale, scale_log2, softcap_factor;
   int log2_packed;  // log2 of the number of packed query heads; 0 with ADD_DQ
-#if GATED
+#if STREAM_KV
   int store_remote;
   void *dk_remote, *dv_remote;  // strides are those of dk and dv
-  Gate gate;
+  ArrivalBarrier arrival_barrier;
 #endif
 };
 
@@ -160,22 +160,22 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
   prefetch_map(&p.k);
   prefetch_map(&p.v);
   prefetch_map(&p.dout);
-#if GATED
+#if STREAM_KV
   prefetch_map(&p.k_remote);
   prefetch_map(&p.v_remote);
-  Arrivals arrivals;
+  ArrivalWaiter waiter;
 #endif
   PipelineState<kStages> stage;
   PipelineState<2> slot;
   u32 kv_parity = 1;
-  s.next_item = load_item(p, GATED ? atomicAdd(p.counter, 1) : blockIdx.x);
+  s.next_item = load_item(p, STREAM_KV ? atomicAdd(p.counter, 1) : blockIdx.x);
   while (true) {
     barrier_wait(smem_address(&s.item_empty[slot.index]), slot.parity ^ 1);
     const Item& item = s.item[slot.index] = s.next_item;  // valid while its blocks are loaded
     barrier_arrive(smem_address(&s.item_full[slot.index]));
     slot.advance();
     if (item.row < 0) break;
-    auto fetch_next = [&] { s.next_item = load_item(p, (GATED ? 0 : gridDim.x) + atomicAdd(p.counter, 1)); };
+    auto fetch_next = [&] { s.next_item = load_item(p, (STREAM_KV ? 0 : gridDim.x) + atomicAdd(p.counter, 1)); };
     if (item.empty()) {
       fetch_next();
       continue;
@@ -185,8 +185,8 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
     kv_parity ^= 1;
     const u32 kv = smem_address(&s.kv_full);
     barrier_expect_bytes(kv, kBytesKV);
-#if GATED
-    arrivals.await(p.gate, item.row - p.gate.first + item.rows);
+#if STREAM_KV
+    waiter.await(p.arrival_barrier, item.row - p.arrival_barrier.first + item.rows);
 #endif
     load_panels<kHeadDim / kPanel>(&OF_KEY(p, item.row, k), smem_address(s.k), kTileKeys * kPanelRowBytes,
                                    row_of_key(p, item.row), head_kv, kv);
@@ -240,7 +240,7 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
   let_next_kernel_start();
   leave(p.counter);
   // So that kernels after this one on the stream also come after announce_rows.cu.
-  if (GATED) await_earlier_kernels();
+  if (STREAM_KV) await_earlier_kernels();
 }
 
 // ---- two warps, one for each consumer warpgroup, that add staging buffers to the sums in device memory ----
@@ -760,8 +760,9 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) ffa_backward(cons
     fence_async_proxy();
   }
   __syncthreads();
-  // With GATED this kernel overlaps announce_rows.cu; all else that it reads was written before that kernel started.
-  if (!GATED) await_earlier_kernels();
+  // With STREAM_KV this kernel overlaps announce_rows.cu; all else that it reads was written before that kernel
+  // started.
+  if (!STREAM_KV) await_earlier_kernels();
   if (threadIdx.x < kWarpgroupThreads) {
     registers_shrink<kProducerRegisters>();
     const int warp = uniform(threadIdx.x / 32);

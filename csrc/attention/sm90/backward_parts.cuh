@@ -10,7 +10,7 @@
 
 struct BackwardPartParams {
   TensorMap q, k, v;
-#if GATED
+#if STREAM_KV
   TensorMap k_remote, v_remote;
 #endif
   TensorMap dout, dq_map;
@@ -29,8 +29,8 @@ struct BackwardPartParams {
   float scale, scale_log2, softcap_factor;
   int log2_packed;  // see row_tiles.cuh
   int long_blocks;  // for queries: blocks of a pass from which on its keys and values exceed the L2 cache
-#if GATED
-  Gate gate;
+#if STREAM_KV
+  ArrivalBarrier arrival_barrier;
 #endif
 };
 

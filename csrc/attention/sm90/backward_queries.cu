@@ -10,7 +10,7 @@
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), CAPTURED (0 or 1: mask_numbers.cuh),
 // WIDTH (keys of a block), STAGES (of keys), STAGES_V (of values), STAGED (0 or 1: dQ is staged in shared memory),
-// GATED (0 or 1: keys from a given index on are in separate tensors and arrive while the kernel runs).
+// STREAM_KV (0 or 1: keys from a given index on are in separate tensors and arrive while the kernel runs).
 
 #include "backward_parts.cuh"
 #include "gradients.cuh"
@@ -60,14 +60,14 @@ struct Loader {
   Shared& s;
   PipelineState<kStages> k_stage;
   PipelineState<kStagesV> v_stage;
-#if GATED
-  Arrivals arrivals;
+#if STREAM_KV
+  ArrivalWaiter waiter;
 #endif
 
   DEVICE void block(int key, int head_kv, int flags, int segment, const int4& item) {
     u32 bar = arrive_keys(s.blocks, k_stage, p, key, flags, segment, item, kBytesK);
-#if GATED
-    arrivals.await(p.gate, key - p.gate.first + kKeys);
+#if STREAM_KV
+    waiter.await(p.arrival_barrier, key - p.arrival_barrier.first + kKeys);
 #endif
     load_panels<kHeadDim / kPanel>(&OF_KEY(p, key, k), smem_address(s.k[k_stage.index]), kKeys * kPanelRowBytes,
                                    row_of_key(p, key), head_kv, bar);

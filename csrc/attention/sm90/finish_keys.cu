@@ -1,7 +1,7 @@
 // Converts the fp32 sums of dK and dV, of tiles whose query heads were split into several items, to gradients: dK times
 // the softmax scale.
 //
-// Compile-time: HEAD_DIM, DTYPE, GATED (see backward.cu), CAPTURED (mask_numbers.cuh; the grid may then have more
+// Compile-time: HEAD_DIM, DTYPE, STREAM_KV (see backward.cu), CAPTURED (mask_numbers.cuh; the grid may then have more
 // blocks than there are tiles).
 
 #include "gradients.cuh"
@@ -15,10 +15,10 @@ struct FinishKeysParams {
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   int heads_kv, store;
   float scale;
-#if GATED
+#if STREAM_KV
   int store_remote;
   void *dk_remote, *dv_remote;
-  Gate gate;
+  ArrivalBarrier arrival_barrier;
 #endif
 #if CAPTURED
   const MaskNumbers* numbers;

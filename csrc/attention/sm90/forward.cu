@@ -11,8 +11,8 @@
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, GROUPS (consumer warpgroups), BLOCK_N, STAGES (of keys and of values), Q_STAGES
 // (of queries), STAGED (0 or 1: the output is staged in the buffer of its queries, which needs Q_STAGES 2), DTYPE (Bf16
-// or Fp16), SOFTCAP (0 or 1), GATED (0 or 1: keys from a given index on are in separate tensors and arrive while the
-// kernel runs: arrivals.cuh), CAPTURED (0 or 1: mask_numbers.cuh).
+// or Fp16), SOFTCAP (0 or 1), STREAM_KV (0 or 1: keys from a given index on are in separate tensors and arrive while
+// the kernel runs: arrivals.cuh), CAPTURED (0 or 1: mask_numbers.cuh).
 
 #include "../../common/wgmma.cuh"
 #include "row_products.cuh"
@@ -36,7 +36,7 @@ using T = DTYPE;
 
 struct ForwardParams {
   TensorMap q, k, v;
-#if GATED
+#if STREAM_KV
   TensorMap k_remote, v_remote;
 #endif
   TensorMap out_map;
@@ -57,8 +57,8 @@ struct ForwardParams {
   int accumulate, out_fp32;  // accumulate: merge into the partial out and lse of earlier keys
   int log2_packed;           // see row_tiles.cuh
   int long_blocks;           // blocks from which on the keys and values exceed the L2 cache
-#if GATED
-  Gate gate;
+#if STREAM_KV
+  ArrivalBarrier arrival_barrier;
 #endif
 };
 
@@ -84,8 +84,8 @@ struct Loader {
   Shared& s;
   PipelineState<kStages> k_stage, v_stage;
   int previous = 0, previous_head = -1;  // block whose values are still to be loaded; head -1: none
-#if GATED
-  Arrivals arrivals;
+#if STREAM_KV
+  ArrivalWaiter waiter;
 #endif
 
   DEVICE void load_v(int key, int head) {
@@ -105,8 +105,8 @@ struct Loader {
 
   DEVICE void block(int key, int head_kv, int flags, int segment, const int4& item) {
     const u32 bar = arrive_keys(s.blocks, k_stage, p, key, flags, segment, item, kBytesK);
-#if GATED
-    arrivals.await(p.gate, key - p.gate.first + kBlockN);
+#if STREAM_KV
+    waiter.await(p.arrival_barrier, key - p.arrival_barrier.first + kBlockN);
 #endif
     load_panels<kHeadDim / kPanel>(&OF_KEY(p, key, k), smem_address(s.k[k_stage.index]), kBlockN * kPanelRowBytes,
                                    row_of_key(p, key), head_kv, bar);
@@ -134,16 +134,16 @@ struct Loader {
 DEVICE void produce(const ForwardParams& p, Shared& s) {
   prefetch_map(&p.k);
   prefetch_map(&p.v);
-#if GATED
+#if STREAM_KV
   prefetch_map(&p.k_remote);
   prefetch_map(&p.v_remote);
 #endif
   Loader loader{p, s};
-  walk_blocks<kGroups, GATED>(p, s.segments, loader);
+  walk_blocks<kGroups, STREAM_KV>(p, s.segments, loader);
   loader.later(0, -1);
   loader.skip_k(kEnd, make_int4(0, 0, 0, 0));  // consumers compute its scores but do not use them
   // So that kernels after this one on the stream also come after announce_rows.cu.
-  if (GATED) await_earlier_kernels();
+  if (STREAM_KV) await_earlier_kernels();
 }
 
 // Called by the prefetch thread: loads the queries of an item as soon as a buffer is free. Without `load`, the buffer
@@ -175,7 +175,7 @@ DEVICE void find_queries(const ForwardParams& p, Shared& s) {
   prefetch_map(&p.q);
   prefetch_map(&p.out_map);
   QueryLoader load{p, s};
-  prefetch_items<GATED>(p, s.segments, load);
+  prefetch_items<STREAM_KV>(p, s.segments, load);
 }
 
 // ---- consumers ----
@@ -437,8 +437,9 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) ffa_forward(const
     barrier_init_fence();
   }
   __syncthreads();
-  // With GATED this kernel overlaps announce_rows.cu; all else that it reads was written before that kernel started.
-  if (!GATED) await_earlier_kernels();
+  // With STREAM_KV this kernel overlaps announce_rows.cu; all else that it reads was written before that kernel
+  // started.
+  if (!STREAM_KV) await_earlier_kernels();
   if (threadIdx.x < kWarpgroupThreads) {
     registers_shrink<kProducerRegisters>();
     if (threadIdx.x == 0) produce(p, s);

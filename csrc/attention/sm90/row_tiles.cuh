@@ -81,7 +81,7 @@ DEVICE void prefetch_items(const Params& p, TileInfoPipeline& pipeline, Rows& lo
     barrier_wait(smem_address(&pipeline.empty[slot.index]), slot.parity ^ 1);
     const bool first = segment >= item.w;
     if (first) {
-      index = GATED ? atomicAdd(p.counter, 1) : started ? gridDim.x + atomicAdd(p.counter, 1) : blockIdx.x;
+      index = STREAM_KV ? atomicAdd(p.counter, 1) : started ? gridDim.x + atomicAdd(p.counter, 1) : blockIdx.x;
       item = section_item(p.plan, OF_MASK(p, num_tiles), p.num_heads, p.head_section, index);
       segment = item.z;
     }

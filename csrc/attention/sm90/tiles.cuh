@@ -4,8 +4,8 @@
 #include "../../common/arrivals.cuh"
 #include "mask_numbers.cuh"
 
-#ifndef GATED
-#define GATED 0
+#ifndef STREAM_KV
+#define STREAM_KV 0
 #endif
 
 constexpr int kWarpgroupRows = 64;  // of the accumulators of a warpgroup
@@ -17,18 +17,18 @@ DEVICE void load_panels(const TensorMap* map, u32 smem, u32 panel_bytes, int row
   for (int i = 0; i < kPanels; ++i) load_box(smem + i * panel_bytes, map, i * kPanel, head, row, bar);
 }
 
-// With GATED, keys from gate.first on are fetched from other ranks while the kernel runs and are in separate tensors.
-// OF_KEY selects the parameter (p.name or p.name_remote) for a key's tensor; row_of_key is the key's row in that
-// tensor. Without GATED they compile to nothing.
-#if GATED
-#define OF_KEY(p, key, name) (*((key) < (p).gate.first ? &(p).name : &(p).name##_remote))
+// With STREAM_KV, keys from arrival_barrier.first on are fetched from other ranks while the kernel runs and are in
+// separate tensors. OF_KEY selects the parameter (p.name or p.name_remote) for a key's tensor; row_of_key is the key's
+// row in that tensor. Without STREAM_KV they compile to nothing.
+#if STREAM_KV
+#define OF_KEY(p, key, name) (*((key) < (p).arrival_barrier.first ? &(p).name : &(p).name##_remote))
 #else
 #define OF_KEY(p, key, name) ((p).name)
 #endif
 template <typename Params>
 DEVICE int row_of_key(const Params& p, int key) {
-#if GATED
-  if (key >= p.gate.first) return key - p.gate.first;
+#if STREAM_KV
+  if (key >= p.arrival_barrier.first) return key - p.arrival_barrier.first;
 #endif
   return key;
 }
@@ -121,9 +121,9 @@ DEVICE void keep_together(const int* counter, int item, int num_items, int block
   const i64 until = clock64() + 32 * static_cast<i64>(blocks);
   while (true) {
     // Where rows are awaited SMs come late, and the counter gives the first items as well.
-    const int taken = load_relaxed(counter) - (GATED ? static_cast<int>(gridDim.x) : 0);
+    const int taken = load_relaxed(counter) - (STREAM_KV ? static_cast<int>(gridDim.x) : 0);
     // 0: nothing is left and the counter is restored, or all have just begun.
-    if (taken >= enough || (GATED ? taken <= 0 : taken == 0) || clock64() > until) break;
+    if (taken >= enough || (STREAM_KV ? taken <= 0 : taken == 0) || clock64() > until) break;
     sleep_ns(100);
   }
 }

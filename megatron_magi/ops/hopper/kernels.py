@@ -144,7 +144,7 @@ def if_captured(captured: bool) -> tuple[str, ...]:
 
 
 def _if_gated(gated: bool) -> tuple[str, ...]:
-    return ("GATED=1",) if gated else ()
+    return ("STREAM_KV=1",) if gated else ()
 
 
 def finish_keys_macros(

@@ -45,7 +45,7 @@ class CapturedForwardParams(ctypes.Structure):
 
 
 class GatedForwardParams(ctypes.Structure):
-    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_FORWARD_REST, ("gate", GateParams), _PAD]
+    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_FORWARD_REST, ("arrival_barrier", GateParams), _PAD]
 
 
 _BACKWARD_REST = [
@@ -64,7 +64,7 @@ _BACKWARD_REST = [
     ]  # fmt: skip
 _OF_REMOTE = [
     ("store_remote", ctypes.c_int32), ("dk_remote", ctypes.c_void_p), ("dv_remote", ctypes.c_void_p),
-    ("gate", GateParams),
+    ("arrival_barrier", GateParams),
 ]  # fmt: skip
 
 
@@ -105,7 +105,7 @@ class CapturedBackwardPartParams(ctypes.Structure):
 
 
 class GatedBackwardPartParams(ctypes.Structure):
-    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_PARTS_REST, ("gate", GateParams), _PAD]
+    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_PARTS_REST, ("arrival_barrier", GateParams), _PAD]
 
 
 _PREPARE = [
