@@ -1,7 +1,7 @@
-// Waiting for rows that another kernel (announce_rows.cu) receives while this kernel runs. Rows are divided into parts;
-// when all rows of a part are stored, announce_rows.cu writes the number of the call to the flag of the part.
+// Waiting for rows that another kernel (get_rows.cu) receives while this kernel runs. Rows are divided into parts;
+// when all rows of a part are stored, get_rows.cu writes the number of the call to the flag of the part.
 //
-// No deadlock: this kernel is a programmatic dependent launch of announce_rows.cu, so all thread blocks of the latter
+// No deadlock: this kernel is a programmatic dependent launch of get_rows.cu, so all thread blocks of the latter
 // are resident on SMs before any block of this one starts.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 constexpr int kMostParts = 16;
 
-// In memory of this GPU: written by announce_rows.cu, read by the kernel that waits.
+// In memory of this GPU: written by get_rows.cu, read by the kernel that waits.
 struct ArrivalFlags {
   u32 arrived[kMostParts];  // of each part: the last call whose rows are all stored
   u32 done[kMostParts];     // of each part: rows stored so far; reset to zero by the thread that completes the part
@@ -50,7 +50,7 @@ struct ArrivalWaiter {
   int rows = 0;  // rows before this one have arrived, or are no longer waited for
 
   // Waits until all rows before `past` have arrived; TMA loads issued by this thread may then read them. If a rank
-  // timed out, its rows are NaN, and the part is recorded in the notice. announce_rows.cu stops waiting after the
+  // timed out, its rows are NaN, and the part is recorded in the notice. get_rows.cu stops waiting after the
   // group's timeout and then sets all flags; if a flag is still not set after twice that time, this thread stops
   // waiting too.
   DEVICE void await(const ArrivalBarrier& barrier, int past) {

@@ -158,9 +158,9 @@ def test_rows_travel_between_gpus_by_the_kernels_that_are_compiled(dtype: torch.
     wanted = set(needed_kernels(shape, config, 2))
     for row_bytes in (256, 4096):
         for sums in ((), ((partial, torch.float32), vector)):
-            macros = peer_kernels.exchange_defines(widest, row_bytes, *sums)
-            assert ("group_collective/exchange.cu", macros) in wanted
-    assert ("group_collective/announce_rows.cu", (f"UNIT={widest}",)) in wanted
+            name, macros = peer_kernels.put_kernel(widest, row_bytes, *sums)
+            assert (f"group_collective/{name}.cu", macros) in wanted
+    assert ("group_collective/get_rows.cu", (f"UNIT={widest}",)) in wanted
 
 
 def test_nothing_is_compiled_where_other_implementations_compute() -> None:

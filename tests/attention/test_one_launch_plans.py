@@ -180,12 +180,12 @@ def test_items_of_own_keys_come_first_as_many_as_fill_the_time():
 
 def test_who_waits_keeps_nobody_from_arriving():
     """Kernels that wait start when those that bring rows have all their blocks on SMs, which are few."""
-    text = (source_root() / "group_collective/announce_rows.cu").read_text()
-    body = text[text.index("magi_announce_rows(const") :]
+    text = (source_root() / "group_collective/get_rows.cu").read_text()
+    body = text[text.index("magi_get_rows(const") :]
     start = body.index("let_next_kernel_start();")
     assert start < body.index("publish(p,") and start < body.index("pull(p,"), "before it waits for anybody"
-    assert body.index("mine->announced = call;") < start, "whoever waits reads which call"
-    assert peer_kernels.SHAPES["announce_rows"].num_blocks <= 64
+    assert body.index("mine->get_call = call;") < start, "whoever waits reads which call"
+    assert peer_kernels.SHAPES["get_rows"].num_blocks <= 64
     for name in ("forward", "backward"):
         text = (source_root() / f"attention/sm90/{name}.cu").read_text()
         assert "if (!STREAM_KV) await_earlier_kernels();" in text, "else it would wait for all rows"

@@ -239,7 +239,7 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
   }
   let_next_kernel_start();
   leave(p.counter);
-  // So that kernels after this one on the stream also come after announce_rows.cu.
+  // So that kernels after this one on the stream also come after get_rows.cu.
   if (STREAM_KV) await_earlier_kernels();
 }
 
@@ -760,7 +760,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) ffa_backward(cons
     fence_async_proxy();
   }
   __syncthreads();
-  // With STREAM_KV this kernel overlaps announce_rows.cu; all else that it reads was written before that kernel
+  // With STREAM_KV this kernel overlaps get_rows.cu; all else that it reads was written before that kernel
   // started.
   if (!STREAM_KV) await_earlier_kernels();
   if (threadIdx.x < kWarpgroupThreads) {

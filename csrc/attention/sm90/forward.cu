@@ -142,7 +142,7 @@ DEVICE void produce(const ForwardParams& p, Shared& s) {
   walk_blocks<kGroups, STREAM_KV>(p, s.segments, loader);
   loader.later(0, -1);
   loader.skip_k(kEnd, make_int4(0, 0, 0, 0));  // consumers compute its scores but do not use them
-  // So that kernels after this one on the stream also come after announce_rows.cu.
+  // So that kernels after this one on the stream also come after get_rows.cu.
   if (STREAM_KV) await_earlier_kernels();
 }
 
@@ -437,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) ffa_forward(const
     barrier_init_fence();
   }
   __syncthreads();
-  // With STREAM_KV this kernel overlaps announce_rows.cu; all else that it reads was written before that kernel
+  // With STREAM_KV this kernel overlaps get_rows.cu; all else that it reads was written before that kernel
   // started.
   if (!STREAM_KV) await_earlier_kernels();
   if (threadIdx.x < kWarpgroupThreads) {
