@@ -26,7 +26,7 @@ struct FinishKeysParams {
 };
 
 // One thread block: half the columns of one tile and head, of dk or of dv.
-extern "C" __global__ void __launch_bounds__(256) ffa_finish_keys(const __grid_constant__ FinishKeysParams p) {
+extern "C" __global__ void __launch_bounds__(256) ffa_postprocess_keys(const __grid_constant__ FinishKeysParams p) {
   await_earlier_kernels();
   let_next_kernel_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(256) ffa_finish_keys(const __grid_c
   const bool valid[2] = {row < tile.w, row + 8 < tile.w};
   const i64 row_stride = values ? p.dv_row : p.dk_row;
   const i64 at = (row_of_key(p, tile.x) + row) * row_stride + head * (values ? p.dv_head : p.dk_head) + half * kColumns;
-  finish_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32),
-                                values ? OF_KEY(p, tile.x, dv) : OF_KEY(p, tile.x, dk), at, row_stride, valid,
-                                OF_KEY(p, tile.x, store), values ? 1.f : p.scale, lane);
+  postprocess_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32),
+                                     values ? OF_KEY(p, tile.x, dv) : OF_KEY(p, tile.x, dk), at, row_stride, valid,
+                                     OF_KEY(p, tile.x, store), values ? 1.f : p.scale, lane);
 }

@@ -16,7 +16,8 @@ struct SparseFinishDqParams {
 };
 
 // One warp: a piece. Four units a thread block.
-extern "C" __global__ void __launch_bounds__(256) ffa_sparse_finish_dq(const __grid_constant__ SparseFinishDqParams p) {
+extern "C" __global__ void __launch_bounds__(256)
+    ffa_sparse_postprocess_dq(const __grid_constant__ SparseFinishDqParams p) {
   await_earlier_kernels();
   const int lane = threadIdx.x % 32, half = threadIdx.x / kWarpgroupThreads, blocks = (p.units + 3) / 4;
   const int pack = blockIdx.x / blocks, unit = blockIdx.x % blocks * 4 + threadIdx.x / 32 % 4;

@@ -107,7 +107,7 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
 }
 
 // Blocks past the last row and head only zero the sums. Reads are issued before the zeros, which would delay them.
-extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_constant__ PrepareParams p) {
+extern "C" __global__ void __launch_bounds__(256) ffa_preprocess(const __grid_constant__ PrepareParams p) {
   if (!p.concurrent) {
     await_earlier_kernels();
     let_next_kernel_start();
