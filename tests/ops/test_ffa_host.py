@@ -67,7 +67,7 @@ STRUCTS += [
 def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, name, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
     struct, name = getattr(hopper_params, name), name.replace("PrepareDelta", "Prepare").removeprefix("Captured")
-    in_plan = ("tiles", "passes", "bounds", "step", "numbers") if source.startswith(("forward", "backward")) else ()
+    in_plan = ("tiles", "segments", "bounds", "step", "numbers") if source.startswith(("forward", "backward")) else ()
     checks = []
     for field, *_ in struct._fields_[:-1]:
         member = f"plan.{field}" if field in in_plan else field

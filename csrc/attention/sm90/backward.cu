@@ -193,10 +193,10 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
     load_panels<kHeadDimV / kPanel>(&OF_KEY(p, item.row, v), smem_address(s.v), kTileKeys * kPanelRowBytes,
                                     row_of_key(p, item.row), head_kv, kv);
     int segment = item.first_segment, n = item.first_block, h = 0, left = item.blocks;
-    while (n > 0 && n >= __ldg(p.plan.passes + 2 * segment).y) n -= __ldg(p.plan.passes + 2 * segment++).y;
+    while (n > 0 && n >= __ldg(p.plan.segments + 2 * segment).y) n -= __ldg(p.plan.segments + 2 * segment++).y;
     bool first = true, last = false;
     while (!last) {
-      const int4 range = __ldg(p.plan.passes + 2 * segment), more = __ldg(p.plan.passes + 2 * segment + 1);
+      const int4 range = __ldg(p.plan.segments + 2 * segment), more = __ldg(p.plan.segments + 2 * segment + 1);
       const int row = range.x + n * STEP_OF(p.plan), head = item.head + h;
       const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
       int4 info =

@@ -83,7 +83,7 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
     load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kWarpgroupRows * kPanelRowBytes, item.x, head_kv, kv);
     load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kWarpgroupRows * kPanelRowBytes, item.x, head_kv, kv);
     int segment = item.z, n = 0, h = 0;
-    int4 range = __ldg(p.plan.passes + 2 * segment);
+    int4 range = __ldg(p.plan.segments + 2 * segment);
     while (true) {
       const int i = stage.index, row = range.x + n * STEP_OF(p.plan), head = first_head + h;
       u32 bar = smem_address(&s.q_full[i]);
@@ -110,7 +110,7 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
         if (OF_MASK(p, heads_inner) || ++h == heads) break;
         segment = item.z;
       }
-      range = __ldg(p.plan.passes + 2 * segment);
+      range = __ldg(p.plan.segments + 2 * segment);
     }
   }
   let_next_kernel_start();
@@ -123,7 +123,7 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
 struct BlockWalk {
   const TilePlan& plan;
   int segment, end_segment, row;
-  int n, count, column, full_begin, full_end;  // n, column: index in the pass and first column of the block
+  int n, count, column, full_begin, full_end;  // n, column: index in the segment and first column of the block
 
   // `row`: first of this thread's two rows in the tile; the other is 8 below.
   DEVICE BlockWalk(const TilePlan& plan, int row) : plan(plan), row(row) {}
@@ -133,7 +133,7 @@ struct BlockWalk {
     if (segment < end_segment) open();
   }
   DEVICE void open() {
-    const int4 range = __ldg(plan.passes + 2 * segment);
+    const int4 range = __ldg(plan.segments + 2 * segment);
     n = 0;
     column = uniform(range.x);
     count = uniform(range.y);

@@ -28,7 +28,7 @@ struct BackwardPartParams {
   int head_section;  // for queries: heads of a section, see section_item(); packed heads count as one
   float scale, scale_log2, softcap_factor;
   int log2_packed;  // see row_tiles.cuh
-  int long_blocks;  // for queries: blocks of a pass from which on its keys and values exceed the L2 cache
+  int long_blocks;  // for queries: blocks of a segment from which on its keys and values exceed the L2 cache
 #if STREAM_KV
   ArrivalBarrier arrival_barrier;
 #endif

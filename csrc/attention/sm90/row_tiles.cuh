@@ -87,7 +87,7 @@ DEVICE void prefetch_items(const Params& p, TileInfoPipeline& pipeline, Rows& lo
     }
     int4 range = make_int4(0, 0, 0, 0), more = range;  // an item that sees nothing: no blocks
     const bool any = segment < item.w;
-    if (any) range = __ldg(p.plan.passes + 2 * segment), more = __ldg(p.plan.passes + 2 * segment + 1);
+    if (any) range = __ldg(p.plan.segments + 2 * segment), more = __ldg(p.plan.segments + 2 * segment + 1);
     pipeline.segment[slot.index][0] = range;
     pipeline.segment[slot.index][1] = more;
     pipeline.segment[slot.index][3] = make_int4(segment, item_head(item) / p.group, 0, 0);

@@ -67,19 +67,20 @@ DEVICE void release(u64& barrier, int lane) {
   if (lane == 0) barrier_arrive(smem_address(&barrier));
 }
 
-// The mask, tile by tile; made by ops/hopper/tiles.py. A pass is a range of successive blocks of a tile.
+// The mask, tile by tile; made by ops/hopper/tiles.py. A segment (in Python, a pass) is a range of
+// successive blocks of a tile.
 struct TilePlan {
-  const int4* tiles;   // by decreasing cost: first row, first pass, past-the-last pass, number of rows
-  const int4* passes;  // two each: first column, number of blocks; first and past-the-last fully visible block, for
-                       // each of up to three warpgroups
-  const int2* bounds;  // [passes, rows of a tile]: first and past-the-last visible column
-  i64 step;            // columns from the start of one block to that of the next; negative: backwards
+  const int4* tiles;     // by decreasing cost: first row, first segment, past-the-last segment, number of rows
+  const int4* segments;  // two each: first column, number of blocks; first and past-the-last fully visible block, for
+                         // each of up to three warpgroups
+  const int2* bounds;    // [segments, rows of a tile]: first and past-the-last visible column
+  i64 step;              // columns from the start of one block to that of the next; negative: backwards
 #if CAPTURED
   const MaskNumbers* numbers;
 #endif
 };
 
-// Work item: first row (-1: no more items), head | number of rows << 16, first pass, past-the-last pass.
+// Work item: first row (-1: no more items), head | number of rows << 16, first segment, past-the-last segment.
 DEVICE int4 pack_item(const int4& tile, int head) { return make_int4(tile.x, head | tile.w << 16, tile.y, tile.z); }
 DEVICE int item_head(const int4& item) { return item.y & 0xffff; }
 DEVICE int item_rows(const int4& item) { return item.y >> 16; }

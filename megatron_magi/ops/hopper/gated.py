@@ -191,7 +191,7 @@ def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict
     }  # fmt: skip
 
 
-TABLES = ("tiles", "passes", "bounds", "step")
+TABLES = ("tiles", "segments", "bounds", "step")
 ROW_WORK = ("num_tiles", "num_heads", "group", "head_section", "log2_packed", "long_blocks")
 GATE = {"arrival_barrier.num_rows": "later.num_rows", "arrival_barrier.part_rows": "later.part_rows"}
 """Parameters that depend on the mask: of all tiled kernels; of those over query tiles; of those that wait for keys."""

@@ -11,7 +11,8 @@ _MAPS = [("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_
 _REMOTE_MAPS = [("k_remote", ctypes.c_char * 128), ("v_remote", ctypes.c_char * 128)]
 _FORWARD_REST = [
         ("out_map", ctypes.c_char * 128),
-        ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
+        ("tiles", ctypes.c_void_p), ("segments", ctypes.c_void_p), ("bounds", ctypes.c_void_p),
+        ("step", ctypes.c_int64),
         ("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("max_logits", ctypes.c_void_p),
         ("sink_lse", ctypes.c_void_p), ("counter", ctypes.c_void_p),
         ("out_row", ctypes.c_int64), ("out_head", ctypes.c_int64),
@@ -50,7 +51,8 @@ class GatedForwardParams(ctypes.Structure):
 
 _BACKWARD_REST = [
         ("dout", ctypes.c_char * 128),
-        ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
+        ("tiles", ctypes.c_void_p), ("segments", ctypes.c_void_p), ("bounds", ctypes.c_void_p),
+        ("step", ctypes.c_int64),
         ("items", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("dq", ctypes.c_void_p), ("key_sums", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("counter", ctypes.c_void_p),
@@ -82,7 +84,8 @@ class GatedBackwardParams(ctypes.Structure):
 
 _PARTS_REST = [
         ("dout", ctypes.c_char * 128), ("dq_map", ctypes.c_char * 128),
-        ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
+        ("tiles", ctypes.c_void_p), ("segments", ctypes.c_void_p), ("bounds", ctypes.c_void_p),
+        ("step", ctypes.c_int64),
         ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("dq", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p), ("counter", ctypes.c_void_p),
         ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64),
