@@ -191,18 +191,7 @@ def test_tables_of_stages_stay_closed_until_a_pass_goes_by_stages(monkeypatch, o
 @pytest.mark.parametrize(
     ("mask", "backward"),
     [
-        (
-            "causal",
-            [
-                "preprocess",
-                "backward",
-                "postprocess_keys",
-                "preprocess",
-                "backward",
-                "postprocess_keys",
-                "postprocess_dq",
-            ],
-        ),
+        ("causal", [*["preprocess", "backward", "postprocess_keys"] * 2, "postprocess_dq"]),
         ("many", ["preprocess", "backward", "backward", "postprocess_dq"]),
     ],
 )
