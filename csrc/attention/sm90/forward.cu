@@ -15,9 +15,8 @@
 // the kernel runs: arrivals.cuh), CAPTURED (0 or 1: mask_numbers.cuh).
 
 #include "../../common/wgmma.cuh"
-#include "row_products.cuh"
+#include "forward_consumer.cuh"
 #include "row_tiles.cuh"
-#include "softmax.cuh"
 #include "staging.cuh"
 
 constexpr int kGroups = GROUPS;  // consumer warpgroups
@@ -240,8 +239,8 @@ DEVICE void store_output(const ForwardParams& p, const float (&acc)[kHeadDimV / 
 
 // Epilogue: normalizes, adds the sink, merges with earlier partial results, stores output and lse. `staging`: staging
 // buffer of this warp, all of whose rows are then in the tile; 0: direct stores.
-DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, u32 staging,
-                   int row, int step, int end_row, int head, int lane) {
+DEVICE void store_item(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, u32 staging,
+                       int row, int step, int end_row, int head, int lane) {
   float factor[2], lse[2], prior[2] = {0.f, 0.f};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -291,140 +290,43 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
   if (!staging) store_output(p, acc, factor, prior, row, step, end_row, head, lane);
 }
 
-DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
-  const int lane = threadIdx.x % 32;
-  const ThreadRows own_rows(p, warpgroup);
-  u32 leads = lane == 0;
-  opaque(leads);
-  auto release = [&](u32 barrier) {
-    if (leads) barrier_arrive(barrier);
-  };
-  PipelineState<kStages> k_stage, v_stage;
-  PipelineState<kQStages> q_stage;
-  // 32-bit address arithmetic, which stays in uniform registers.
-  auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
-  int flags;  // of the block whose scores were issued last
-  float scores[kBlockN / 2];
-  auto wait_k = [&] { barrier_wait(nth(s.blocks.full, 8, k_stage.index), k_stage.parity); };
-  auto wait_v = [&] { barrier_wait(nth(s.v_full, 8, v_stage.index), v_stage.parity); };
-  auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, q_stage.index * kGroups + warpgroup), q_stage.parity); };
-  auto release_k = [&] {
-    release(nth(s.blocks.empty, 8, k_stage.index));
-    k_stage.advance();
-  };
-  auto release_v = [&] {
-    release(nth(s.v_empty, 8, v_stage.index));
-    v_stage.advance();
-  };
-  auto queries = [&] { return nth(s.q, kBytesQ, q_stage.index * kGroups + warpgroup); };
-  auto keys = [&] { return nth(s.k, kBytesK, k_stage.index); };
-  auto values = [&] { return Operand(nth(s.v, kBytesV, v_stage.index), kBlockN * kPanelRowBytes); };
-  auto shape = [&](float (&x)[kBlockN / 2]) {
-    if (SOFTCAP) apply_softcap(x, p.softcap_factor);
+// For the consumers' loop, see forward_consumer.cuh.
+struct Kernel {
+  using Element = T;
+  using Rows = ThreadRows;
+  static constexpr int kHeadDim = ::kHeadDim, kHeadDimV = ::kHeadDimV, kWidth = kBlockN, kGroups = ::kGroups;
+  static constexpr int kKStages = ::kStages, kVStages = ::kStages, kQStages = ::kQStages;
+  static constexpr u32 kBytesQ = ::kBytesQ, kBytesK = ::kBytesK, kBytesV = ::kBytesV;
+  static constexpr int kLast = ::kLast, kEnd = ::kEnd;
+  static constexpr bool kStagesOutput = true, kGathersKeys = false;
+
+  static DEVICE const ForwardParams& tiles(const ForwardParams& p) { return p; }
+  static DEVICE int num_items(const ForwardParams& p) { return p.num_tiles; }
+  static DEVICE bool stages_output(const ForwardParams& p) { return STAGED && !p.accumulate && !p.out_fp32; }
+  static DEVICE const void* k_full(const Shared& s) { return s.blocks.full; }
+  static DEVICE const void* k_empty(const Shared& s) { return s.blocks.empty; }
+  static DEVICE int q_barrier(int stage, int warpgroup) { return stage * kGroups + warpgroup; }
+  static DEVICE int flags(const Shared& s, int stage) { return s.blocks.info[stage].y; }
+  static DEVICE int first_row(const Shared& s, int stage) { return s.blocks.info[stage].z; }
+  static DEVICE int head_rows(const Shared& s, int stage) { return s.blocks.info[stage].w; }
+
+  static DEVICE void mask(const ForwardParams& p, const Shared& s, float (&scores)[kBlockN / 2], int flags, int stage,
+                          const ThreadRows& own_rows, int warpgroup, int lane) {
+    if (SOFTCAP) apply_softcap(scores, p.softcap_factor);
     if (flags & (1 << warpgroup)) {
-      const int2* of_row = s.blocks.bounds[k_stage.index] + own_rows.row;
+      const int2* of_row = s.blocks.bounds[stage] + own_rows.row;
       const int2 bounds[2] = {of_row[0], of_row[own_rows.step]};
-      apply_mask(x, s.blocks.info[k_stage.index].x + 2 * (lane % 4), bounds);
+      apply_mask(scores, s.blocks.info[stage].x + 2 * (lane % 4), bounds);
       __syncwarp();  // all lanes have read before one of them releases the block
     }
-  };
-  auto again = [&](float (&x)[kBlockN / 2]) {
-    recompute_scores<T, kHeadDim, kBlockN>(x, queries(), keys(),
-                                           threadIdx.x % kWarpgroupThreads / kWarpThreads * 16 + lane / 4, lane);
-    shape(x);
-  };
-  const bool look = p.max_logits != nullptr;
-  const bool stages = STAGED && !p.accumulate && !p.out_fp32;
-  int leaving = -1;  // stage of queries that is still in use, possibly by the TMA store of the output; -1: none
-  auto release_q = [&] {
-    if (leaving < 0) return;
-    if (lane == 0) bulk_wait_read();
-    __syncwarp();
-    release(nth(s.q_empty, 8, leaving * kGroups + warpgroup));
-    leaving = -1;
-  };
-
-  wait_k();
-  wait_q();
-  issue_scores<T, kHeadDim, kBlockN>(scores, Operand(queries()), Operand(keys()));
-  __syncwarp();
-  flags = uniform(s.blocks.info[k_stage.index].y);
-  wgmma_wait<0>();
-  fence_operand(scores);
-  while (!(flags & kEnd)) {
-    // Here the scores of the item's first block are complete.
-    const int first_row = s.blocks.info[k_stage.index].z, head_rows = s.blocks.info[k_stage.index].w;
-    __syncwarp();
-    float out[kHeadDimV / 2], rescale[2];
-    u32 probs[kBlockN / 4];
-#pragma unroll
-    for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = 0.f;
-    Softmax softmax;
-    softmax.reset();
-    shape(scores);
-    softmax.update(scores, p.scale_log2, rescale, look, again);
-    release_k();
-    release_q();
-    pack_pairs<T>(probs, scores);
-    const Operand q(queries());
-    while (true) {
-      // kLast always ends the loop: num_tiles is never negative. As the loop's condition, the compiler would rotate the
-      // loop and duplicate the test, after which ptxas runs out of registers and serializes the wgmmas.
-      if (flags & kLast) {
-        if (p.num_tiles >= 0) break;
-        flags = uniform(flags + 1);
-      }
-      const Operand k(keys()), v = values();
-      wait_k();
-      issue_scores<T, kHeadDim, kBlockN>(scores, q, k);
-      wait_v();
-      issue_weighted<T, kHeadDimV, kBlockN>(out, probs, v);
-      flags = uniform(s.blocks.info[k_stage.index].y);
-      wgmma_wait<1>();
-      fence_operand(scores);
-      shape(scores);
-      const bool grown = softmax.update(scores, p.scale_log2, rescale, look, again);
-      order_before_wait(softmax.sum[0] + softmax.sum[1]);
-      release_k();
-      wgmma_wait<0>();
-      fence_operand(out);
-      fence_operand(probs);
-      release_v();
-      if (grown) {
-#pragma unroll
-        for (int i = 0; i < kHeadDimV / 2; ++i) out[i] *= rescale[(i >> 1) & 1];
-      }
-      pack_pairs<T>(probs, scores);
-    }
-    const int rows = head_rows >> 16;
-    // Each warp stages its output in the rows of its own queries, which only its own part of a wgmma reads. Values that
-    // differ between warps go through `uniform`: after branches that may diverge, ptxas would not keep ring indices and
-    // descriptors in uniform registers.
-    const bool staged = uniform(stages && own_rows.warp_within(p, rows));
-    const u32 staging =
-        staged ? queries() + uniform(threadIdx.x % kWarpgroupThreads / kWarpThreads) * 16 * kPanelRowBytes : 0;
-    leaving = q_stage.index;
-    if (!staging) release_q();
-    q_stage.advance();
-    const Operand v = values();
-    wait_v();
-    issue_weighted<T, kHeadDimV, kBlockN>(out, probs, v);
-    const Operand next_q(queries()), next_k(keys());
-    wait_k();
-    wait_q();
-    issue_scores<T, kHeadDim, kBlockN>(scores, next_q, next_k);
-    flags = uniform(s.blocks.info[k_stage.index].y);
-    wgmma_wait<1>();
-    fence_operand(out);
-    fence_operand(probs);
-    release_v();
-    finish(p, out, softmax, staging, first_row + own_rows.row, own_rows.step, first_row + rows,
-           (head_rows & 0xffff) + own_rows.head, lane);
-    wgmma_wait<0>();
-    fence_operand(scores);
   }
-  if (lane == 0) bulk_wait_read();
-}
+
+  static DEVICE void finish(const ForwardParams& p, const float (&out)[kHeadDimV / 2], const Softmax& softmax,
+                            u32 staging, const ThreadRows& own_rows, int first_row, int head_rows, int lane) {
+    store_item(p, out, softmax, staging, first_row + own_rows.row, own_rows.step, first_row + (head_rows >> 16),
+               (head_rows & 0xffff) + own_rows.head, lane);
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) ffa_forward(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(kSwizzleAtomBytes) u8 memory[];
@@ -437,8 +339,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) ffa_forward(const
     barrier_init_fence();
   }
   __syncthreads();
-  // With STREAM_KV this kernel overlaps get_rows.cu; all else that it reads was written before that kernel
-  // started.
+  // With STREAM_KV this kernel overlaps get_rows.cu; all else that it reads was written before that kernel started.
   if (!STREAM_KV) await_earlier_kernels();
   if (threadIdx.x < kWarpgroupThreads) {
     registers_shrink<kProducerRegisters>();
@@ -446,6 +347,6 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) ffa_forward(const
     if (threadIdx.x == 32) find_queries(p, s);
   } else {
     registers_grow<kConsumerRegisters>();
-    consume(p, s, uniform(threadIdx.x / kWarpgroupThreads) - 1);
+    attend<Kernel>(p, s, uniform(threadIdx.x / kWarpgroupThreads) - 1);
   }
 }

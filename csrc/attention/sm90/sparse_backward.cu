@@ -122,7 +122,7 @@ struct Consumer {
         warpgroup(warpgroup),
         lane(threadIdx.x % 32),
         row_of_warpgroup(threadIdx.x % kWarpgroupThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4),
-        own_rows(warpgroup, p.tiles.log2_heads) {
+        own_rows(p.tiles, warpgroup) {
     store_at = (threadIdx.x % kWarpgroupThreads / kWarpThreads * 16 + lane % 16) * kPanelRowBytes +
                ((lane / 16 ^ lane % 8) << 4);
     opaque(store_at);
@@ -225,7 +225,7 @@ struct Consumer {
       // At the start of each iteration dS of the step is in registers and no wgmma is in flight: ptxas serializes all
       // wgmmas if one is in flight across the back edge of the loop.
       while (true) {
-        // kLastStep always ends the loop; see sparse_forward.cu.
+        // kLastStep always ends the loop; see forward_consumer.cuh.
         if (flags & kLastStep) {
           if (p.tiles.num_items >= 0) break;
           flags = uniform(flags + 1);

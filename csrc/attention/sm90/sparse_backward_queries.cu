@@ -79,7 +79,7 @@ struct Consumer {
   u32 rows_parity = 0;
 
   DEVICE Consumer(const SparseBackwardParams& p, Shared& s, int warpgroup)
-      : p(p), s(s), warpgroup(warpgroup), lane(threadIdx.x % 32), own_rows(warpgroup, p.tiles.log2_heads) {}
+      : p(p), s(s), warpgroup(warpgroup), lane(threadIdx.x % 32), own_rows(p.tiles, warpgroup) {}
 
   // SparseThreadRows of a warpgroup as an operand in registers.
   DEVICE void load_operand(u32 (&operand)[kHeadDim / 4], const void* rows) const {
@@ -140,7 +140,7 @@ struct Consumer {
       // At the start of each iteration dS of the step is in registers and no wgmma is in flight: ptxas serializes all
       // wgmmas if one is in flight across the back edge of the loop.
       while (true) {
-        // kLastStep always ends the loop; see sparse_forward.cu.
+        // kLastStep always ends the loop; see forward_consumer.cuh.
         if (flags & kLastStep) {
           if (p.tiles.num_items >= 0) break;
           flags = uniform(flags + 1);

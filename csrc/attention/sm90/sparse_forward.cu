@@ -9,8 +9,7 @@
 // (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
-#include "row_products.cuh"
-#include "softmax.cuh"
+#include "forward_consumer.cuh"
 #include "sparse_tiles.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kStep = 64 * GROUPS;
@@ -165,8 +164,8 @@ DEVICE void produce(const SparseForwardParams& p, Shared& s, int warp, int lane)
 
 // ---- consumers ----
 
-DEVICE void finish(const SparseForwardParams& p, const float (&acc)[kHeadDim / 2], const Softmax& softmax,
-                   const SparseThreadRows& own_rows, int first_row, int head_rows, int lane) {
+DEVICE void store_item(const SparseForwardParams& p, const float (&acc)[kHeadDim / 2], const Softmax& softmax,
+                       const SparseThreadRows& own_rows, int first_row, int head_rows, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float sum = softmax.sum[r];
@@ -213,119 +212,37 @@ DEVICE void hide_keys(float (&x)[kStep / 2], const StepInfo& info, const SparseT
   hide_pieces<kStep>(x, info, lane, [&](int r) { return min(p.num_keys, info.first_row + own_rows.row[r] + p.reach); });
 }
 
-DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
-  const int lane = threadIdx.x % 32;
-  const SparseThreadRows own_rows(warpgroup, p.tiles.log2_heads);
-  u32 leads = lane == 0;
-  opaque(leads);
-  auto release = [&](u32 barrier) {
-    if (leads) barrier_arrive(barrier);
-  };
-  PipelineState<kKStages> k_stage;
-  PipelineState<kStages> q_stage, v_stage;
-  // 32-bit address arithmetic, which stays in uniform registers.
-  auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
-  int flags;  // of the step whose scores were issued last
-  float scores[kStep / 2];
-  auto wait_rows = [](u32 barrier, u32 parity) {
-    barrier_wait(barrier, parity);
-    if (INDEXED) fence_async_proxy();
-  };
-  auto wait_k = [&] { wait_rows(nth(s.k_full, 8, k_stage.index), k_stage.parity); };
-  auto wait_v = [&] { wait_rows(nth(s.v_full, 8, v_stage.index), v_stage.parity); };
-  auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, q_stage.index), q_stage.parity); };
-  auto release_k = [&] {
-    release(nth(s.k_empty, 8, k_stage.index));
-    k_stage.advance();
-  };
-  auto release_v = [&] {
-    release(nth(s.v_empty, 8, v_stage.index));
-    v_stage.advance();
-  };
-  auto queries = [&] { return nth(s.q, kBytesQ, q_stage.index * kGroups + warpgroup); };
-  auto keys = [&] { return nth(s.k, kBytesK, k_stage.index); };
-  auto values = [&] { return Operand(nth(s.v, kBytesK, v_stage.index), kStep * kPanelRowBytes); };
-  auto shape = [&](float (&x)[kStep / 2]) {
-    if (INDEXED || flags & kHidesKeys) hide_keys(x, s.info[k_stage.index], p.tiles, own_rows, lane);
-    __syncwarp();  // all lanes have read before one of them releases the step
-  };
-  auto again = [&](float (&x)[kStep / 2]) {
-    recompute_scores<T, kHeadDim, kStep>(x, queries(), keys(),
-                                         threadIdx.x % kWarpgroupThreads / kWarpThreads * 16 + lane / 4, lane);
-    shape(x);
-  };
-  const bool look = p.max_logits != nullptr;
+// For the consumers' loop, see forward_consumer.cuh.
+struct Kernel {
+  using Element = T;
+  using Rows = SparseThreadRows;
+  static constexpr int kHeadDim = ::kHeadDim, kHeadDimV = ::kHeadDim, kWidth = kStep, kGroups = ::kGroups;
+  static constexpr int kKStages = ::kKStages, kVStages = ::kStages, kQStages = ::kStages;
+  static constexpr u32 kBytesQ = ::kBytesQ, kBytesK = ::kBytesK, kBytesV = ::kBytesK;
+  static constexpr int kLast = kLastStep, kEnd = kNoMoreSteps;
+  static constexpr bool kStagesOutput = false, kGathersKeys = INDEXED;
 
-  wait_k();
-  wait_q();
-  issue_scores<T, kHeadDim, kStep>(scores, Operand(queries()), Operand(keys()));
-  __syncwarp();
-  flags = uniform(s.info[k_stage.index].flags);
-  wgmma_wait<0>();
-  fence_operand(scores);
-  while (!(flags & kNoMoreSteps)) {
-    // Here the scores of the item's first step are complete.
-    const int first_row = s.info[k_stage.index].first_row, head_rows = s.info[k_stage.index].head_rows;
-    __syncwarp();
-    float out[kHeadDim / 2], rescale[2];
-    u32 probs[kStep / 4];
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) out[i] = 0.f;
-    Softmax softmax;
-    softmax.reset();
-    shape(scores);
-    softmax.update(scores, p.scale_log2, rescale, look, again);
-    release_k();
-    pack_pairs<T>(probs, scores);
-    const Operand q(queries());
-    while (true) {
-      // kLastStep always ends the loop. As the loop's condition, the compiler would rotate the loop and duplicate the
-      // test, after which ptxas runs out of registers and serializes the wgmmas.
-      if (flags & kLastStep) {
-        if (p.tiles.num_items >= 0) break;
-        flags = uniform(flags + 1);
-      }
-      const Operand k(keys()), v = values();
-      wait_k();
-      issue_scores<T, kHeadDim, kStep>(scores, q, k);
-      wait_v();
-      issue_weighted<T, kHeadDim, kStep>(out, probs, v);
-      flags = uniform(s.info[k_stage.index].flags);
-      wgmma_wait<1>();
-      fence_operand(scores);
-      shape(scores);
-      const bool grown = softmax.update(scores, p.scale_log2, rescale, look, again);
-      order_before_wait(softmax.sum[0] + softmax.sum[1]);
-      release_k();
-      wgmma_wait<0>();
-      fence_operand(out);
-      fence_operand(probs);
-      release_v();
-      if (grown) {
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 2; ++i) out[i] *= rescale[(i >> 1) & 1];
-      }
-      pack_pairs<T>(probs, scores);
-    }
-    release(nth(s.q_empty, 8, q_stage.index));
-    q_stage.advance();
-    const Operand v = values();
-    wait_v();
-    issue_weighted<T, kHeadDim, kStep>(out, probs, v);
-    const Operand next_q(queries()), next_k(keys());
-    wait_k();
-    wait_q();
-    issue_scores<T, kHeadDim, kStep>(scores, next_q, next_k);
-    flags = uniform(s.info[k_stage.index].flags);
-    wgmma_wait<1>();
-    fence_operand(out);
-    fence_operand(probs);
-    release_v();
-    finish(p, out, softmax, own_rows, first_row, head_rows, lane);
-    wgmma_wait<0>();
-    fence_operand(scores);
+  static DEVICE const SparseTiles& tiles(const SparseForwardParams& p) { return p.tiles; }
+  static DEVICE int num_items(const SparseForwardParams& p) { return p.tiles.num_items; }
+  static DEVICE bool stages_output(const SparseForwardParams&) { return false; }
+  static DEVICE const void* k_full(const Shared& s) { return s.k_full; }
+  static DEVICE const void* k_empty(const Shared& s) { return s.k_empty; }
+  static DEVICE int q_barrier(int stage, int) { return stage; }
+  static DEVICE int flags(const Shared& s, int stage) { return s.info[stage].flags; }
+  static DEVICE int first_row(const Shared& s, int stage) { return s.info[stage].first_row; }
+  static DEVICE int head_rows(const Shared& s, int stage) { return s.info[stage].head_rows; }
+
+  static DEVICE void mask(const SparseForwardParams& p, const Shared& s, float (&scores)[kStep / 2], int flags,
+                          int stage, const SparseThreadRows& own_rows, int, int lane) {
+    if (INDEXED || flags & kHidesKeys) hide_keys(scores, s.info[stage], p.tiles, own_rows, lane);
+    __syncwarp();  // all lanes have read before one of them releases the step
   }
-}
+
+  static DEVICE void finish(const SparseForwardParams& p, const float (&out)[kHeadDim / 2], const Softmax& softmax, u32,
+                            const SparseThreadRows& own_rows, int first_row, int head_rows, int lane) {
+    store_item(p, out, softmax, own_rows, first_row, head_rows, lane);
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(kBlockThreads, 3 - kGroups)
     ffa_sparse_forward(const __grid_constant__ SparseForwardParams p) {
@@ -350,6 +267,6 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 3 - kGroups)
     produce(p, s, uniform(threadIdx.x / 32), threadIdx.x % 32);
   } else {
     registers_grow<kConsumerRegisters>();
-    consume(p, s, uniform(threadIdx.x / kWarpgroupThreads) - 1);
+    attend<Kernel>(p, s, uniform(threadIdx.x / kWarpgroupThreads) - 1);
   }
 }

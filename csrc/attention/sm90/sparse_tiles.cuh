@@ -48,7 +48,8 @@ struct Tile {
 // The two accumulator rows of a thread in a tile.
 struct SparseThreadRows {
   int row[2], head[2];
-  DEVICE SparseThreadRows(int warpgroup, int log2_heads) {
+  DEVICE SparseThreadRows(const SparseTiles& tiles, int warpgroup) {
+    const int log2_heads = tiles.log2_heads;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int acc_row = warpgroup * kWarpgroupRows + threadIdx.x % kWarpgroupThreads / kWarpThreads * 16 +
