@@ -15,6 +15,10 @@ SWITCHES = {"CAPTURED", "STREAM_KV"}
 """Macros that headers read; they choose fields of parameters, and are 0 where they are not given."""
 
 
+def without_comments(text: str) -> str:
+    return re.sub(r"//.*", "", text)
+
+
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_header_compiles_alone_and_without_macros(monkeypatch, header):
     options = build._options
@@ -23,8 +27,19 @@ def test_a_header_compiles_alone_and_without_macros(monkeypatch, header):
 
 
 @pytest.mark.parametrize("header", HEADERS)
+def test_a_header_declares_what_its_templates_use(header):
+    """The compiler does not look into templates that nothing instantiates."""
+    path = build.source_root() / header
+    text, own = without_comments(build.flatten_source(path)), without_comments(path.read_text())
+    constants = set(re.findall(r"(?<!::)\b(k[A-Z]\w*)\b", text))
+    assert [name for name in constants if not re.search(rf"\b(\w+ {name}\b(?! ?\()|{name} =[^=])", text)] == []
+    types = set(re.findall(r"\b(T|Unit|From|Into|Sum)\b", own))
+    assert [name for name in types if not re.search(rf"\b(typename|class|using) {name}\b", own)] == []
+
+
+@pytest.mark.parametrize("header", HEADERS)
 def test_a_header_reads_no_macro_of_one_kernel_and_defines_none_that_another_reads(header):
-    text = re.sub(r"//.*", "", (build.source_root() / header).read_text())
+    text = without_comments((build.source_root() / header).read_text())
     assert set(re.findall(r"^#(?:if|ifndef|ifdef|elif) (\w+)", text, re.MULTILINE)) <= SWITCHES
     given = set(re.findall(r"^#define (\w+) ", text, re.MULTILINE)) - {"DEVICE", "kInfinity"}
     assert given <= SWITCHES
