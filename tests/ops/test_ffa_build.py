@@ -135,7 +135,7 @@ PREPARE = ("attention/sm90/preprocess.cu", ())
 def test_the_workspace_is_where_kernels_are_kept(tmp_path, monkeypatch, compiled):
     monkeypatch.setenv("MAGI_ATTENTION_WORKSPACE_BASE", str(tmp_path))
     hopper_build.build(*PREPARE)
-    assert [p.suffix for p in (tmp_path / ".cache" / "megatron_magi").glob("prepare-*.cubin")] == [".cubin"]
+    assert [p.suffix for p in (tmp_path / ".cache" / "megatron_magi").glob("preprocess-*.cubin")] == [".cubin"]
     monkeypatch.delenv("MAGI_ATTENTION_WORKSPACE_BASE")
     monkeypatch.setenv("HOME", "/somewhere")
     assert hopper_build.default_cache_dir() == Path("/somewhere/.cache/megatron_magi")
