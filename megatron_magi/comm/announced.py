@@ -61,7 +61,7 @@ def announced_cast(
 
     def make() -> Arriving:
         found = mover.arriving(tensors, args, layout, into, sources, places)
-        return found._replace(step=_naming(found.step, "announce_rows", _OF_ANNOUNCING))
+        return found._replace(step=_naming(found.step, "get_rows", _OF_ANNOUNCING))
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
     return mover, found._replace(tensors=into, step=found.step._replace(numbers=_announced(args)))
@@ -83,7 +83,7 @@ def returned_sums(
         return None
 
     def make() -> Step:
-        return _naming(mover.adding(tensors, args, layout, into, sources, places), "exchange", _OF_ADDING)
+        return _naming(mover.adding(tensors, args, layout, into, sources, places), "put_sums", _OF_ADDING)
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
     return found._replace(numbers=_added(args, layout))

@@ -183,24 +183,24 @@ def test_items_of_own_keys_come_first_as_many_as_fill_the_time():
 
 def test_who_waits_keeps_nobody_from_arriving():
     """Kernels that wait start when those that bring rows have all their blocks on SMs, which are few."""
-    text = (source_root() / "group_collective/announce_rows.cu").read_text()
-    body = text[text.index("magi_announce_rows(const") :]
+    text = (source_root() / "group_collective/get_rows.cu").read_text()
+    body = text[text.index("magi_get_rows(const") :]
     start = body.index("let_next_kernel_start();")
     assert start < body.index("publish(p,") and start < body.index("pull(p,"), "before it waits for anybody"
-    assert body.index("mine->announced = call;") < start, "whoever waits reads which call"
-    assert peer_kernels.SHAPES["announce_rows"].num_blocks <= 64
+    assert body.index("mine->get_call = call;") < start, "whoever waits reads which call"
+    assert peer_kernels.SHAPES["get_rows"].num_blocks <= 64
     for name in ("forward", "backward"):
         text = (source_root() / f"attention/sm90/{name}.cu").read_text()
-        assert "if (!GATED) await_earlier_kernels();" in text, "else it would wait for all rows"
+        assert "if (!STREAM_KV) await_earlier_kernels();" in text, "else it would wait for all rows"
 
 
 def test_what_is_told_of_arrivals_is_what_the_kernels_read():
     text = (source_root() / "common/arrivals.cuh").read_text()
     assert f"kMostParts = {arriving.MOST_PARTS};" in text and arriving.FLAG_BYTES == 8 * arriving.MOST_PARTS
-    gate = re.search(r"struct Gate {(.*?)};", text, re.DOTALL).group(1)
+    gate = re.search(r"struct ArrivalBarrier {(.*?)};", text, re.DOTALL).group(1)
     names = re.findall(r"[\s*](\w+)[,;]", re.sub(r"//.*", "", gate))
     assert names == [name for name, _ in arriving.GateParams._fields_]
-    assert ctypes.sizeof(arriving.GateParams) == 56 and params.GatedForwardParams.gate.offset % 8 == 0
+    assert ctypes.sizeof(arriving.GateParams) == 56 and params.GatedForwardParams.arrival_barrier.offset % 8 == 0
     for num_rows in (1, 255, 4096, 1 << 20):
         assert -(-num_rows // arriving.part_rows(num_rows)) <= arriving.MOST_PARTS
     assert max(n for tiles in kernels.FORWARD_TILES.values() for _, n in tiles) < GAP

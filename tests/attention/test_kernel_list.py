@@ -98,8 +98,8 @@ def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatc
                 lie = gated_backward.BackwardTensors((q, k, v, out), out, lse, (q, k, v))
                 known = gated_backward.backward_pass(lie, 7, bands, use)
                 gated_backward.backward_steps(lie, sent, known, use, wants_delta=False)
-    gates = {kernel for kernel in needed_kernels(shape, config, 2) if "GATED=1" in kernel[1]}
-    assert {kernel for kernel in asked if "GATED=1" in kernel[1]} == gates
+    gates = {kernel for kernel in needed_kernels(shape, config, 2) if "STREAM_KV=1" in kernel[1]}
+    assert {kernel for kernel in asked if "STREAM_KV=1" in kernel[1]} == gates
     assert asked <= set(needed_kernels(shape, config, 2))
 
 
@@ -158,9 +158,9 @@ def test_rows_travel_between_gpus_by_the_kernels_that_are_compiled(dtype: torch.
     wanted = set(needed_kernels(shape, config, 2))
     for row_bytes in (256, 4096):
         for sums in ((), ((partial, torch.float32), vector)):
-            macros = peer_kernels.exchange_defines(widest, row_bytes, *sums)
-            assert ("group_collective/exchange.cu", macros) in wanted
-    assert ("group_collective/announce_rows.cu", (f"UNIT={widest}",)) in wanted
+            name, macros = peer_kernels.put_kernel(widest, row_bytes, *sums)
+            assert (f"group_collective/{name}.cu", macros) in wanted
+    assert ("group_collective/get_rows.cu", (f"UNIT={widest}",)) in wanted
 
 
 def test_nothing_is_compiled_where_other_implementations_compute() -> None:
