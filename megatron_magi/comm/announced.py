@@ -22,7 +22,7 @@ from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import SLOT_ROWS, WIDEST, can_add
 from megatron_magi.comm.slots import sent_shift, slot_row_bytes
 from megatron_magi.cuda.arriving import Arriving, part_rows
-from megatron_magi.cuda.call_list import Field, Place, Step
+from megatron_magi.cuda.launch_list import Field, Place, Step
 from megatron_magi.cuda.layout import Like
 
 _ADD_ROUTE = 2  # index in `PeerTables.routes`

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, fused_comm, prepare_batch
 from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.backends.sm90 import backward as hopper_backward
-from megatron_magi.backends.sm90 import gated, gated_backward
-from megatron_magi.backends.sm90 import one_launch as hopper_one_launch
+from megatron_magi.backends.sm90 import fused_backward, fused_forward
 from megatron_magi.backends.sm90 import plan as hopper_plan
+from megatron_magi.backends.sm90 import program as hopper_one_launch
 from megatron_magi.comm import cast_args
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import driver
 from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.call_list import Step
+from megatron_magi.cuda.launch_list import Step
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import make_plan
@@ -349,7 +349,7 @@ def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the
     config = MagiConfig(**{"comm": CommConfig("all_to_all", verify=False), **options})
     config = replace(config, attend=replace(config.attend, impl="ffa"))
     group = one_rank_alone if cp_size > 1 else None
-    modules = gated, gated_backward, hopper, hopper_backward
+    modules = fused_forward, fused_backward, hopper, hopper_backward
 
     def step(plan) -> None:
         q, k, v = tensors(plan.num_rows, SHAPE)
@@ -370,7 +370,9 @@ def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the
                     for name in ("_Pass", "Pass"):
                         for module in modules:
                             patch.setattr(module, name, lambda *_: pytest.fail("made in a layer"), raising=False)
-                    patch.setattr(hopper_one_launch, "_Walk", lambda *_args, **_options: pytest.fail("made in a layer"))
+                    patch.setattr(
+                        hopper_one_launch, "_BoundLaunches", lambda *_args, **_options: pytest.fail("made in a layer")
+                    )
                 launched.clear()
                 step(plan)
                 first = list(launched)
@@ -441,7 +443,7 @@ def refuse(monkeypatch) -> None:
     monkeypatch.setattr(hopper_plan, "make_host_plan", fail)
     monkeypatch.setattr(hopper_plan.hashlib, "blake2b", fail)
     monkeypatch.setattr(hopper_plan.HostPlan, "schedule", fail)
-    monkeypatch.setattr(gated, "seen_rows", fail)
+    monkeypatch.setattr(fused_forward, "seen_rows", fail)
     monkeypatch.setattr(PackedArrays, "to", fail)
     monkeypatch.setattr(cast_args, "arrival_arrays", fail)
 

@@ -40,7 +40,7 @@ from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_in,
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.comm.sm_budget import share_of
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
-from megatron_magi.cuda.call_list import CallList, Place, Step
+from megatron_magi.cuda.launch_list import LaunchList, Place, Step
 
 _NUM_FETCHED, _NUM_CHUNKS = 0, 16  # bytes into PeerTables.counts
 _SEND, _TAKE = 1, 2  # Role of put.cuh
@@ -197,13 +197,13 @@ class Native:
         """Changes when steps become invalid."""
         return self._memory.generation, self._memory.slot_bytes, len(_of_device(self._device))
 
-    def queue(self, calls: CallList, raw: int, *addresses: int) -> None:
+    def queue(self, calls: LaunchList, raw: int, *addresses: int) -> None:
         """Launches a list of calls with steps of this object on the current stream.
 
         Args:
             calls: of `version`.
             raw: handle of the stream.
-            addresses: see `CallList.queue`.
+            addresses: see `LaunchList.queue`.
 
         Raises:
             RuntimeError: a rank timed out in an earlier call.
