@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
+from megatron_magi import envs
 from megatron_magi.checks import renamed
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.envs import Environment
@@ -16,6 +17,14 @@ from megatron_magi.mask.source import LayerMasks, MaskSource, load_function
 from megatron_magi.mcore.carrier import Window
 from megatron_magi.mcore.core_attention import layer_window
 from megatron_magi.plan import make_dispatch
+
+
+def is_magi() -> bool:
+    """Whether the command line asks for magi; there may be none, for models and data sets are built without, too."""
+    from megatron.training import global_vars
+
+    args = global_vars._GLOBAL_ARGS
+    return bool(args is not None and getattr(args, "magi_attention", False))
 
 
 def magi_config(args: Namespace, default: MagiConfig) -> MagiConfig:
@@ -88,6 +97,16 @@ def _dispatch_config(args: Namespace, default: DispatchConfig) -> DispatchConfig
         per_sequence *= 32 if args.fp8_recipe == "mxfp8" else 16
     chunk_size = default.chunk_size if args.magi_chunk_size is None else args.magi_chunk_size
     return replace(default, alignment=args.micro_batch_size * per_sequence, chunk_size=chunk_size)
+
+
+def buffer_length(args: Namespace, num_sequences: int | None = None) -> int:
+    """Tokens a sequence in Megatron's tensors, all context-parallel ranks together; data has ``args.seq_length``.
+
+    Args:
+        args: a validated command line.
+        num_sequences: of a microbatch; ``args.micro_batch_size`` when None.
+    """
+    return padded_seq_length(args, magi_config(args, envs.load().default_config()).dispatch, num_sequences)
 
 
 def padded_seq_length(args: Namespace, config: DispatchConfig, num_sequences: int | None = None) -> int:

@@ -122,6 +122,27 @@ def check_full_validation(args: Namespace, padded: int, padded_alone: int) -> No
     )
 
 
+def check_padding(args: Namespace, seq_length: int) -> None:
+    """Refuses padding where Megatron sizes further buffers by ``args.seq_length``, or counts it.
+
+    Args:
+        args: a validated command line.
+        seq_length: tokens a sequence in Megatron's tensors, all context-parallel ranks together.
+
+    Raises:
+        ValueError: an option has buffers or means of its own and the length is padded.
+    """
+    if seq_length == args.seq_length:
+        return
+    advice = f"this sequence length is padded from {args.seq_length} to {seq_length}; give --seq-length {seq_length}"
+    if args.tp_comm_overlap:
+        raise ValueError(f"tp_comm_overlap: its buffers do not know that {advice}")
+    if args.cuda_graph_impl == "transformer_engine":
+        raise ValueError(f"cuda_graph_impl: transformer_engine captures without knowing that {advice}")
+    if args.num_experts:
+        _check_padded_experts(args, advice)
+
+
 def check_layout(args: Namespace) -> None:
     """Refuses multi-token prediction in a later model chunk of the first pipeline stage.
 
@@ -262,3 +283,26 @@ def _check_full_iteration(args: Namespace) -> None:
     for name, is_given in unfit.items():
         if is_given:
             raise ValueError(f"cuda_graph_impl: full_iteration does not work with {name} and --attention-backend magi")
+
+
+def _check_padded_experts(args: Namespace, advice: str) -> None:
+    # Of a layer in chunks, and of one whose communication is overlapped, the router is not given the mask of padding.
+    unmasked = {
+        "overlap_moe_expert_parallel_comm": args.overlap_moe_expert_parallel_comm,
+        "mlp_chunks_for_training": args.mlp_chunks_for_training > 1,
+    }
+    for name, is_given in unmasked.items():
+        if is_given and _router_counts_tokens(args):
+            raise ValueError(f"{name}: Megatron's router takes padding for tokens there; {advice}")
+    balancing = args.moe_router_load_balancing_type
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in (balancing if isinstance(balancing, list) else [balancing]):
+            raise ValueError(f"moe_router_load_balancing_type: {kind} takes padding for tokens; {advice}")
+    if args.moe_expert_capacity_factor is not None:
+        raise ValueError(f"moe_expert_capacity_factor: padding would take the place of tokens; {advice}")
+
+
+def _router_counts_tokens(args: Namespace) -> bool:
+    """Whether the numbers of tokens of experts enter a loss or a bias, and not only the order of their work."""
+    coefficients = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, list) else [args.moe_aux_loss_coeff]
+    return bool(any(coefficients) or args.moe_z_loss_coeff or args.moe_router_enable_expert_bias)
