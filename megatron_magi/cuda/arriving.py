@@ -18,7 +18,7 @@ _LEAST_PART_ROWS = 256
 
 
 class GateParams(ctypes.Structure):
-    """Gate of csrc/common/arrivals.cuh."""
+    """ArrivalBarrier of csrc/common/arrivals.cuh."""
 
     _fields_ = [
         ("call", ctypes.c_void_p), ("arrived", ctypes.c_void_p), ("broken", ctypes.c_void_p),

@@ -45,7 +45,7 @@ def memory(launches):
 def test_calls_of_a_known_mask_make_nothing(launched, monkeypatch):
     step(MASKS[0])
     first = list(launched)
-    assert first[:3] == ["forward", "prepare", "backward"] and first[-1] == "finish_dq"
+    assert first[:3] == ["forward", "preprocess", "backward"] and first[-1] == "postprocess_dq"
     monkeypatch.setattr(one_launch, "_Walk", lambda *_: pytest.fail("made again"))
     launched.clear()
     step(builders.varlen(doc_lengths=[200, 312]))
@@ -151,12 +151,12 @@ def test_masks_that_are_remembered_take_bounded_memory(launched, monkeypatch):
 
 def test_tests_that_choose_kernels_find_no_calls_of_others(launched, monkeypatch):
     step(MASKS[0])
-    assert "finish_dq" in launched and "backward_queries" not in launched
+    assert "postprocess_dq" in launched and "backward_queries" not in launched
     launched.clear()
     monkeypatch.setattr(choices, "sums_pay", lambda *_: False)
     pack_heads(monkeypatch, 1)
     step(MASKS[0])
-    assert "finish_dq" not in launched and "backward_queries" in launched
+    assert "postprocess_dq" not in launched and "backward_queries" in launched
 
 
 def test_bands_that_change_later_are_another_mask(launched):
@@ -173,16 +173,16 @@ def test_bands_that_change_later_are_another_mask(launched):
 @pytest.mark.parametrize(
     ("dims", "options", "expected"),
     [
-        ((192, 128), {}, ["forward", "row_delta", "prepare", "backward_keys", "backward_queries"]),
-        ((80, 80), {}, ["forward", "row_delta", "prepare", "backward", "finish_dq"]),
-        ((128, 128), {"deterministic": True}, ["forward", "prepare", "backward", "backward_queries"]),
+        ((192, 128), {}, ["forward", "row_delta", "preprocess", "backward_keys", "backward_queries"]),
+        ((80, 80), {}, ["forward", "row_delta", "preprocess", "backward", "postprocess_dq"]),
+        ((128, 128), {"deterministic": True}, ["forward", "preprocess", "backward", "backward_queries"]),
     ],
 )
 def test_delta_is_a_launch_of_its_own_for_heads_whose_backward_no_list_takes(launched, dims, options, expected):
     q, k, v = tensors(dims=dims)
     out, _ = slice_attention(q, k, v, MASKS[0], impl="ffa", **options)
     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
-    assert [name for name in launched if name != "finish_keys"] == expected
+    assert [name for name in launched if name != "postprocess_keys"] == expected
 
 
 def test_a_sink_and_the_largest_logits_are_part_of_what_a_list_is_for(launched):

@@ -232,8 +232,8 @@ class _Pass:
         rows, keys = seen_rows(bands)
         self._numbers = Numbers(
             plan, grid, (rows, keys, keys),
-            tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=num_tiles, **work,
-            **plan.fields(busy=adds_alone),
+            tiles=plan.tiles, segments=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=num_tiles,
+            **work, **plan.fields(busy=adds_alone),
         )  # fmt: skip
         key = (
             "forward", plan.is_static, q.device, self._stream, q.dtype, out.dtype, options, accumulate, *tiles,

@@ -125,7 +125,7 @@ def whole_numbers(common: Common, plan: DevicePlan, schedule: DeviceSchedule, se
     num_items = len(schedule.items)
     return Numbers(
         plan, grid_size(common.inputs[0].device, num_items, common.options.sm_margin), _mapped_rows(seen),
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
+        tiles=plan.tiles, segments=plan.passes, bounds=plan.bounds, step=plan.host.step,
         items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
         **plan.fields(schedule=schedule),
     )  # fmt: skip
@@ -229,7 +229,8 @@ def _params(
 def _numbers(plan: DevicePlan, num_blocks: int, seen: tuple[int, int], **work: int) -> Numbers:
     return Numbers(
         plan, num_blocks, _mapped_rows(seen),
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=plan.num_tiles, **work,
+        tiles=plan.tiles, segments=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=plan.num_tiles,
+        **work,
     )  # fmt: skip
 
 

@@ -222,7 +222,7 @@ class _Steps:
         self._gate, self._of_later, self._gate_numbers = {}, {}, {}
         if sent.arriving is not None:
             self._maps = (*self._maps[:3], *sent.arriving.places, ("dout", 0))
-            self._gate = {"gate": sent.arriving.gate(first_arriving(len(k)))}
+            self._gate = {"arrival_barrier": sent.arriving.gate(first_arriving(len(k)))}
             self._of_later = dict(zip(("dk_remote", "dv_remote"), sent.places, strict=True))
             self._gate_numbers = GATE
         self._of_rows = {"lse": ("scratch", "at.stats"), "delta": ("scratch", "at.minus_delta")}

@@ -144,7 +144,7 @@ def if_captured(captured: bool) -> tuple[str, ...]:
 
 
 def _if_gated(gated: bool) -> tuple[str, ...]:
-    return ("GATED=1",) if gated else ()
+    return ("STREAM_KV=1",) if gated else ()
 
 
 def finish_keys_macros(
@@ -183,7 +183,7 @@ def _query_stages(dims: tuple[int, int]) -> int:
 
 def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
     """Name and macros of the kernels that most models use, deterministic or not; wheels contain them precompiled."""
-    found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
+    found: list[tuple[str, tuple[str, ...]]] = [("preprocess", ())]
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         dims = (dim, dim)
         for gated in (False, True):
@@ -192,11 +192,11 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
                 ("backward", backward_macros(dtype, dims, False, True, gated)),
                 ("backward", backward_macros(dtype, dims, False, False, gated)),
                 ("backward_queries", queries_macros(dtype, dims, False, gated)),
-                ("finish_keys", finish_keys_macros(dtype, dim, gated)),
-                ("finish_dq", finish_dq_macros(dtype, dim, gated)),
+                ("postprocess_keys", finish_keys_macros(dtype, dim, gated)),
+                ("postprocess_dq", finish_dq_macros(dtype, dim, gated)),
             ]
         found += [
-            ("prepare", delta_macros(dtype, dim)),
+            ("preprocess", delta_macros(dtype, dim)),
             ("row_delta", (f"HEAD_DIM_V={dim}", element(dtype))),
         ]
     return found
@@ -281,7 +281,7 @@ def _part_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, widt
 
 @cache
 def small_kernel(device: torch.device, name: str, defines: tuple[str, ...]) -> Kernel:
-    """One of ``prepare``, ``row_delta``, ``finish_dq``, ``finish_keys``."""
+    """One of ``preprocess``, ``row_delta``, ``postprocess_dq``, ``postprocess_keys``."""
     return _load(device, name, defines, 256, 0)
 
 

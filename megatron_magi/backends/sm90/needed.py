@@ -34,11 +34,11 @@ def needed_kernels(
     """
     if captured:
         plain = needed_kernels(dtype, dims, group, deterministic=deterministic, softcap=softcap)
-        same = {source_of("row_delta"), source_of("finish_dq")}
+        same = {source_of("row_delta"), source_of("postprocess_dq")}
         return [(source, (*macros, "CAPTURED=1")) for source, macros in plain if source not in same]
     found: list[tuple[str, tuple[str, ...]]] = []
     if not gated:
-        found += [("prepare", ()), ("row_delta", (f"HEAD_DIM_V={dims[1]}", element(dtype)))]
+        found += [("preprocess", ()), ("row_delta", (f"HEAD_DIM_V={dims[1]}", element(dtype)))]
     wide, forward = hopper_kernels.kernel_dims(dims), hopper_kernels.kernel_dims(dims, backward=False)
     assert wide is not None and forward is not None, f"head dims {dims}"
     dims = wide
@@ -48,12 +48,12 @@ def needed_kernels(
     ]
     whole = dims in hopper_kernels.WHOLE_DIMS
     if whole and gated:
-        found.append(("prepare", hopper_kernels.delta_macros(dtype, dims[1])))
+        found.append(("preprocess", hopper_kernels.delta_macros(dtype, dims[1])))
     if whole and not deterministic:
         found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, True, gated)))
-        found.append(("finish_dq", hopper_kernels.finish_dq_macros(dtype, dims[0], gated)))
+        found.append(("postprocess_dq", hopper_kernels.finish_dq_macros(dtype, dims[0], gated)))
         if group > 1:  # only query heads that share a key head are split
-            found.append(("finish_keys", hopper_kernels.finish_keys_macros(dtype, dims[0], gated)))
+            found.append(("postprocess_keys", hopper_kernels.finish_keys_macros(dtype, dims[0], gated)))
     packs = math.gcd(group, KERNELS.most_packed_heads) > 1
     if whole and (deterministic or packs or dims[0] == 128):  # as in `choices.sums_pay`
         found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, False, gated)))
