@@ -47,7 +47,7 @@ from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 
 if TYPE_CHECKING:
-    from megatron_magi.compat import (
+    from megatron_magi.api.compat_names import (
         AttnOverlapMode,
         AttnRanges,
         AttnRectangle,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_magi.compat import *  # noqa: F403, `api` exports every name of its `__all__`
 
 
 def compat_name(name: str) -> Any:

@@ -29,7 +29,7 @@ from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.runtime.no_compile import outside_graphs
 
 if TYPE_CHECKING:
-    from megatron_magi.compat import DistAttnConfig
+    from megatron_magi.api.compat_names import DistAttnConfig
 
 # Where frames between a caller and a function here come from: this package, and torch, see `outside_graphs`.
 _OURS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))

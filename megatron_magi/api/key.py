@@ -14,7 +14,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask, MaskType
 
 if TYPE_CHECKING:
-    from megatron_magi.compat import AttnRanges, DistAttnConfig
+    from megatron_magi.api.compat_names import AttnRanges, DistAttnConfig
 
 
 @dataclass(frozen=True)

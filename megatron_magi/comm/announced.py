@@ -17,12 +17,12 @@ from megatron_magi.comm.group_collective import choose_mover
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.peer_kernels import SHAPES
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
-from megatron_magi.comm.peers import MAX_RANKS, PEERS
+from megatron_magi.comm.peers import PEERS
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import SLOT_ROWS, WIDEST, can_add
 from megatron_magi.comm.slots import sent_shift, slot_row_bytes
 from megatron_magi.cuda.arriving import Arriving, part_rows
-from megatron_magi.cuda.call_list import Field, Place, Step
+from megatron_magi.cuda.launch_list import Field, Place, Step
 from megatron_magi.cuda.layout import Like
 
 _ADD_ROUTE = 2  # index in `PeerTables.routes`
@@ -37,11 +37,6 @@ _OF_ADDING = {0: "sums.index", 1: "sums.routes", 2: "sums.rows", 3: "sums.starts
 
 _known: WeakKeyDictionary[Native, dict[tuple, Arriving | Step]] = WeakKeyDictionary()
 """Prepared steps, by layout of the rows."""
-
-
-def may_announce(num_ranks: int, impl: str) -> bool:
-    """Whether `announced_cast` may be possible, as far as is known without a group; arguments as there."""
-    return impl in ("auto", "native") and 2 <= num_ranks <= MAX_RANKS
 
 
 @torch.no_grad()
@@ -66,7 +61,7 @@ def announced_cast(
 
     def make() -> Arriving:
         found = mover.arriving(tensors, args, layout, into, sources, places)
-        return found._replace(step=_naming(found.step, "announce_rows", _OF_ANNOUNCING))
+        return found._replace(step=_naming(found.step, "get_rows", _OF_ANNOUNCING))
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
     return mover, found._replace(tensors=into, step=found.step._replace(numbers=_announced(args)))
@@ -88,7 +83,7 @@ def returned_sums(
         return None
 
     def make() -> Step:
-        return _naming(mover.adding(tensors, args, layout, into, sources, places), "exchange", _OF_ADDING)
+        return _naming(mover.adding(tensors, args, layout, into, sources, places), "put_sums", _OF_ADDING)
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
     return found._replace(numbers=_added(args, layout))

@@ -16,10 +16,12 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 
 from megatron_magi.attention import AttnShape
 from megatron_magi.mcore import forward_step, graphs
+from megatron_magi.mcore.batch import ReadBatches
 from megatron_magi.mcore.forward_step import MagiForwardStep, check_captures
-from megatron_magi.mcore.graphs import GraphedIterations, ReadBatches
+from megatron_magi.mcore.graphs import GraphedIterations
 from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.loss import microbatch_loss
+from megatron_magi.mcore.user_step import UserForwardStep
 
 
 class Place:
@@ -186,9 +188,10 @@ def test_a_reset_drops_the_places_with_the_graph(iterations):
     assert not GraphedIterations._places and FullCudaGraphWrapper.curr_iteration["training"] == 0
 
 
-def test_another_forward_step_is_refused_by_name(iterations):
+@pytest.mark.parametrize("step", [print, UserForwardStep(print, lambda: None)], ids=lambda step: type(step).__name__)
+def test_another_forward_step_is_refused_by_name(iterations, step):
     with pytest.raises(ValueError, match="cuda_graph_impl: full_iteration needs the forward step"):
-        iterations.wrapper(forward_step_func=print, **iterations.named)
+        iterations.wrapper(forward_step_func=step, **iterations.named)
 
 
 class Group:
@@ -208,10 +211,12 @@ def test_what_cannot_be_captured_is_refused_by_name(monkeypatch):
     with pytest.raises(ValueError, match=r"cuda_graph_impl: .* not 'all_to_all'; drop MAGI_ATTENTION_NATIVE_GRPCOLL"):
         check_captures(args, shape, "all_to_all", Group(2))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(forward_step, "native_of", lambda *_: (None, "needs NVLink between all GPUs of the group"))
+    monkeypatch.setattr(
+        forward_step, "peer_collectives", lambda *_: (None, "needs NVLink between all GPUs of the group")
+    )
     with pytest.raises(ValueError, match=r"cuda_graph_impl: .*; here that needs NVLink"):
         check_captures(args, shape, "auto", Group(2))
-    monkeypatch.setattr(forward_step, "native_of", lambda *_: (object(), ""))
+    monkeypatch.setattr(forward_step, "peer_collectives", lambda *_: (object(), ""))
     check_captures(args, shape, "native", Group(2))
 
 

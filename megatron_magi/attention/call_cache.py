@@ -1,0 +1,168 @@
+"""State that calls of attention share: those that differ only in addresses (`CachedCall`), and those that differ in the
+mask too (`CallTemplate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_magi.attention.call_signature import AttentionCall
+from megatron_magi.backends.base import Backend, Program
+from megatron_magi.comm.group_collective import Args
+from megatron_magi.config import MagiConfig
+from megatron_magi.cuda.layout import Layout
+from megatron_magi.cuda.streams import current_stream
+from megatron_magi.operands.options import AttnOptions
+from megatron_magi.plan import Schedule
+from megatron_magi.runtime.lru import LruCache
+
+
+def living(group_ref: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:
+    """The group of a reference.
+
+    Raises:
+        RuntimeError: it was destroyed; None would mean the default group.
+    """
+    group = group_ref()
+    if group is None:
+        raise RuntimeError("group: does not exist any more")
+    return group
+
+
+class CallTemplate(NamedTuple):
+    """What calls with different masks share.
+
+    Attributes:
+        layouts: of q, k and v.
+        made: functions that make the kernels for another mask, by form (`CachedCall.form`), stage, pass and layout;
+            added by calls.
+        makers: likewise for passes in one launch (`Program.makers`), without and with fetched keys.
+        room: rows for which collectives have memory, as `CastFacts.most`; empty if not known.
+    """
+
+    layouts: tuple[Layout, Layout, Layout]
+    group_ref: Callable[[], dist.ProcessGroup | None]
+    config: MagiConfig
+    backend: Backend
+    softmax_scale: float
+    softcap: float
+    deterministic: bool
+    sink_layout: str
+    return_max_logits: bool
+    record: AttentionCall
+    made: LruCache[tuple, Callable]
+    makers: tuple[LruCache[tuple, Any], LruCache[tuple, Any]]
+    room: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class CachedCall:
+    """State shared by calls that differ only in addresses and content of their tensors.
+
+    It is kept with the plan and does not refer back to it: a cycle would keep device memory until the garbage collector
+    runs. Nor does it keep the group alive, which may be destroyed before the plan.
+
+    Attributes:
+        template: what it shares with calls of other masks.
+        group_ref, config, backend, sink_layout, return_max_logits, record: those of ``template``, for fast access.
+        record, backward_record: compared with other ranks.
+        hints: caches of the implementation, for the forward and backward of each stage.
+        delta_memo: likewise, for `row_delta`; None if the implementation does not cache.
+        tail: rows after the fetched ones, to be zeroed; None if the number of fetched rows is known on the host.
+        stage_tables: see `know_stages`; None if there is nothing to do.
+        comm_impl: of the collectives; one that reads numbers of rows on the device if the host does not know them.
+        program: passes over all stages at once, if the implementation has them and they are faster.
+    """
+
+    template: CallTemplate
+    schedule: Schedule
+    bands: tuple[np.ndarray, ...]
+    casts: tuple[Args, ...]
+    plan_hash: int
+    cp_size: int
+    group_ref: Callable[[], dist.ProcessGroup | None]
+    config: MagiConfig
+    backend: Backend
+    forward_options: AttnOptions
+    backward_options: AttnOptions
+    sink_layout: str
+    return_max_logits: bool
+    record: AttentionCall
+    backward_record: AttentionCall
+    hints: tuple[tuple[dict[str, WeakValueDictionary], dict[str, WeakValueDictionary]], ...]
+    program: Program | None
+    stage_tables: Callable[[], None] | None
+    delta_memo: dict | None
+    tail: torch.Tensor | None
+    comm_impl: str
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks; None for one.
+
+        Raises:
+            RuntimeError: the group was destroyed.
+        """
+        return self.group_ref() if self.cp_size == 1 else living(self.group_ref)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether partial results of several stages are merged, in fp32 until the end."""
+        return bool(self.casts)
+
+    @cached_property
+    def sums_meet(self) -> bool:
+        """Whether the backward passes of the stages share the sums of dq, which the last one converts to dq."""
+        (q, k, v), of_keys = self.template.layouts, [cast.num_recv for cast in self.casts]
+        return self.backend.sums_meet(q, k, v, self.bands, [q.shape[0], *of_keys], self.backward_options)
+
+    @property
+    def form(self) -> tuple[bool, bool]:
+        """How passes over tensors of equal layouts depend on the mask: dtypes of partial results and SM margins, which
+        depend on whether keys are fetched, and whether backward passes share sums of dq.
+        """
+        return self.accumulates, self.sums_meet
+
+    def _memos(self) -> Iterator[tuple[int, int, MutableMapping, np.ndarray, int]]:
+        """Caches of passes: stage and pass as in `CallTemplate.made`, the cache, bands, and number of keys."""
+        own, of_keys = self.template.layouts[0].shape[0], [cast.num_recv for cast in self.casts]
+        for stage, (bands, count) in enumerate(zip(self.bands, (own, *of_keys), strict=True)):
+            for which in (0, 1):
+                if "memo" in self.hints[stage][which]:
+                    yield stage, which, self.hints[stage][which]["memo"], bands, count
+
+    def know_stages(self) -> None:
+        """Registers prepared tables of stages, before stages run."""
+        if self.stage_tables is not None:
+            self.stage_tables()
+
+    def note_made(self) -> None:
+        """Adds the passes of this mask to the template."""
+        for stage, which, memo, *_ in self._memos():
+            for layout, known in memo.items():
+                self.template.made.put((self.form, stage, which, layout), known.make, 0)
+
+    def make_ready(self) -> None:
+        """Makes the passes that calls of other masks used on the current stream, for this mask.
+
+        The first entry of a layout is its stream. Calls on other streams make their own passes: there they must wait
+        for the tables and keep their memory alive.
+        """
+        made, stream = self.template.made.items(), current_stream(self.template.layouts[0].device)
+        for stage, which, memo, bands, count in self._memos():
+            for (form, of, passes, layout), make in made:
+                if (of, passes, layout[0]) == (stage, which, stream) and form == self.form and count:
+                    self.know_stages()
+                    memo[layout] = make(bands, count)
+        if self.program is not None:
+            for layout, maker in self.program.makers.items():
+                if layout[0] == stream:
+                    self.program.make(layout, maker)

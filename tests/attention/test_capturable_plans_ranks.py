@@ -1,0 +1,337 @@
+"""Static plans of several ranks: what travels is right for each mask that is loaded, and all ranks load or none."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_magi.attention import StaticPlans, load_together, prepare_batch
+from megatron_magi.attention.collective_args import cleared, plan_casts
+from megatron_magi.comm import group_collective, transport
+from megatron_magi.comm.impl.native import Native
+from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.slots import Room, most_rows
+from megatron_magi.comm.static_args import _arrays
+from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.mask import AttnMask, builders
+from megatron_magi.plan import RankPlan, make_plan
+from megatron_magi.testing.spawn import run_ranks
+from tests.attention.test_capturable_plans import (
+    CPU,
+    ONE_STAGE,
+    attend,
+    captured,
+    documents,
+    largest_difference,
+    plan_of,
+    shape_of,
+    shards_of,
+    some_masks,
+    tensors,
+)
+from tests.comm.test_calls import be_quick
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_collectives_find_the_tables_of_the_plan_that_was_loaded(num_ranks):
+    rows = 512 * num_ranks
+    masks = [*some_masks(rows)[::6], AttnMask([], rows), builders.sliding_window(rows, 1, 0)]
+    first, *others = [shards_of(mask, num_ranks) for mask in masks]
+    assert any(not shards[0].degree for shards in others), "nothing travels"
+    for rank in range(num_ranks):
+        static = StaticPlans({0: first[rank]}, CPU, headroom=8)
+        (own,) = plan_casts(static.plans[0], CPU)
+        before = [t.data_ptr() for t in _arrays(own)]
+        for shards in (*others, first):
+            assert static._static[0].why_not(shards[rank]) is None
+            static._load({0: shards[rank]})
+            casts = plan_casts(shards[rank], CPU)
+            tail = static.plans[0].runtime.tail
+            num_recv = casts[0].num_recv if casts else 0
+            assert torch.equal(tail, num_recv + torch.arange(256)) and tail[-1] < own.num_recv
+            assert [t.data_ptr() for t in _arrays(own)] == before
+            if not casts:
+                assert all(not t.any() for t in _arrays(own))
+                continue
+            for a, b in zip(_arrays(own), _arrays(casts[0]), strict=True):
+                assert torch.equal(a[: len(b)], b)
+            arange = torch.arange(num_recv)
+            assert torch.equal(own.send_index[: casts[0].num_send], casts[0].send_index)
+            order, position = casts[0].recv_order, casts[0].recv_position
+            assert torch.equal(own.recv_order[:num_recv], arange if order is None else order)
+            assert torch.equal(own.recv_position[:num_recv], arange if position is None else position)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_where_nothing_travels_at_first_there_is_room_for_what_travels_in_samples(num_ranks):
+    nothing, causal, window = (
+        shards_of(mask, num_ranks)
+        for mask in (
+            AttnMask([], 512 * num_ranks),
+            builders.causal(512 * num_ranks),
+            builders.sliding_window(512 * num_ranks, 30, 0),
+        )
+    )
+    assert not nothing[0].degree and causal[0].degree == 1
+    for rank in range(num_ranks):
+        alone = StaticPlans({0: nothing[rank]}, CPU)
+        assert "rows travel, there is room for 256" in alone._static[0].why_not(causal[rank])
+        static = StaticPlans({0: nothing[rank]}, CPU, samples=[{0: causal[rank]}])
+        (own,) = plan_casts(static.plans[0], CPU)
+        assert not any(t.any() for t in _arrays(own)), "the first is loaded"
+        for shards in (causal, window, nothing):
+            assert static._static[0].why_not(shards[rank]) is None
+            static._load({0: shards[rank]})
+            for cast in plan_casts(shards[rank], CPU):
+                assert torch.equal(own.send_index[: cast.num_send], cast.send_index)
+    with pytest.raises(ValueError, match="samples: 0 has other numbers of rows or ranks"):
+        StaticPlans({0: nothing[0]}, CPU, samples=[{0: plan_of(builders.causal(64))}])
+    with pytest.raises(ValueError, match="plans: expected 0, got 1"):
+        StaticPlans({0: nothing[0]}, CPU, samples=[{1: nothing[0]}])
+
+
+def load_two(rank: int, num_ranks: int) -> list:
+    group = dist.group.WORLD
+    causal, window = (shards_of(m)[rank] for m in (builders.causal(1024), builders.sliding_window(1024, 30, 0)))
+    statics = [StaticPlans({0: causal}, CPU, group) for _ in range(2)]
+
+    def rows_now() -> list[int]:
+        return [int(static.plans[0].runtime.tail[0]) for static in statics]
+
+    found = [rows_now(), load_together([(static, {0: window}) for static in statics]), rows_now()]
+    last = causal if rank == 0 else plan_of(builders.causal(64))
+    found += [load_together([(statics[0], {0: causal}), (statics[1], {0: last})]), rows_now()]
+    return [*found, causal.transfers[0].num_recv, window.transfers[0].num_recv]
+
+
+def test_several_are_loaded_together_on_all_ranks_or_none_is(ranks):
+    found = ranks(2, load_two)
+    for before, first, between, _, after, causal, window in found:
+        assert before == [causal] * 2 and first is None and between == after == [window] * 2
+    assert any(causal != window for *_, causal, window in found)
+    assert found[0][3] == (1, "no room on ranks [1] of the group")
+    assert found[1][3] == (1, "it has 64 rows, of 1 ranks, not 512 of 2")
+
+
+def make_with_other_room(rank: int, num_ranks: int, headrooms: list[float]) -> str:
+    be_quick()
+    window = shards_of(builders.sliding_window(1024, 30, 0))[rank]
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        StaticPlans({0: window}, CPU, dist.group.WORLD, headroom=headrooms[rank])
+    return str(error.value)
+
+
+def test_ranks_that_make_different_room_are_a_message_on_all(ranks):
+    """They would not wait for the rows that the others send."""
+    first, second = ranks(2, make_with_other_room, [1.0, 4.0])
+    assert first == second and first.startswith("headroom and samples of static plans: ranks disagree: rank 1 ")
+    own = "headroom: expected a finite number of at least 1, got 0.5"
+    told, first = ranks(2, make_with_other_room, [1.0, 0.5])
+    assert first == own and f"rank 1 of the group (global rank 1) raised ValueError: {own}" in told
+
+
+def make_of_uneven_shards(rank: int, num_ranks: int) -> str:
+    be_quick()
+    config = MagiConfig(dispatch=DispatchConfig(uneven_shard=True), overlap=OverlapConfig(degree=1))
+    plan = make_plan(builders.causal(1000), config, num_ranks).for_rank(rank)
+    with pytest.raises(RuntimeError) as error:
+        StaticPlans({0: plan}, CPU, dist.group.WORLD)
+    return str(error.value)
+
+
+def test_uneven_shards_are_refused_by_name_on_all_ranks(ranks):
+    found = ranks(3, make_of_uneven_shards)
+    assert len(set(found)) == 1
+    assert found[0].startswith("rows of static plans (not with uneven_shard): ranks disagree")
+
+
+def load_other_names(rank: int, num_ranks: int) -> list[str]:
+    be_quick()
+    plan = shards_of(builders.causal(1024))[rank]
+    static = StaticPlans({0: plan}, CPU, dist.group.WORLD)
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        static.load({rank: plan})
+    return str(error.value)
+
+
+def test_plans_that_one_rank_cannot_load_are_a_message_on_all(ranks):
+    own = "plans: expected 0, got 1"
+    told = f"static plans: rank 1 of the group (global rank 1) raised ValueError: {own}"
+    assert ranks(2, load_other_names) == [told, own]
+
+
+def test_rows_behind_those_that_have_come_are_zeros():
+    """Kernels multiply hidden rows by 0, and what a buffer held before may be NaN."""
+    rows = [torch.full((4, 2), torch.nan) for _ in "kv"]
+    assert all(t is before and t.isnan().all() for t, before in zip(cleared(rows, None), rows, strict=True))
+    for t in cleared(rows, torch.tensor([2, 3])):
+        assert t[:2].isnan().all() and (t[2:] == 0).all()
+
+
+class Slots:
+    """Stands for memory of peers."""
+
+    def __init__(self) -> None:
+        self.slot_bytes, self.grown = 0, []
+
+    def grow(self, num_bytes: int) -> None:
+        self.slot_bytes = num_bytes
+        self.grown.append(num_bytes)
+
+
+def test_room_is_made_for_all_rows_of_other_ranks_and_grows_again_when_graphs_are_gone(monkeypatch):
+    slots = Slots()
+    room = Room(slots)
+    monkeypatch.setattr(transport, "_find", lambda *_: transport.Transport(room, None, None, 0))
+    there, back, wide = (RowLayout.make(((8, 128 * n),), (torch.bfloat16,)) for n in (8, 16, 32))
+    window, causal = (shards_of(m, 4)[1] for m in (builders.sliding_window(4096, 8, 0), builders.causal(4096)))
+    group = Slots()  # anything that can be referred to
+    for plan in (window, causal):
+        (args,) = plan_casts(StaticPlans({0: plan}, CPU).plans[0], CPU)
+        group_collective.make_room([args], there, back, group)
+        room.stays = True  # as a capture does
+    assert slots.grown == [128 << 20], "3 times 1024 rows of 32 kB"
+    with pytest.raises(ValueError, match=r"impl: 'native' has room for .* bytes, which CUDA graphs refer to"):
+        group_collective.make_room([args], wide, None, group)
+    monkeypatch.setattr(group_collective, "present_native", lambda _group: SimpleNamespace(forget_graphs=forget))
+
+    def forget() -> None:
+        Native.forget_graphs(SimpleNamespace(_room=room))
+
+    group_collective.forget_graphs(group)
+    group_collective.make_room([args], wide, None, group)
+    assert slots.grown == [128 << 20, 256 << 20]
+    huge = RowLayout.make(((8, 1 << 17),), (torch.bfloat16,))
+    assert most_rows(huge) == 512, "of 2 MB in 1 GB"
+
+
+def replay_on_ranks(rank: int, num_ranks: int, deterministic: bool) -> tuple[int, int]:
+    """A graph over several ranks, replayed with masks that fetch much, little and nothing; how many were replayed."""
+    torch.cuda.set_device(rank)
+    device, rows = torch.device("cuda", rank), 2048
+    config = MagiConfig(
+        attend=AttendConfig(impl="ffa", deterministic=deterministic), comm=CommConfig(impl="native"), overlap=ONE_STAGE
+    )
+    shape = shape_of((8, 2), (128, 128)).kernels_for(device)
+    inputs = tensors(rows, shape, device)
+    sink = torch.randn(1, 8, device=device, generator=torch.Generator(device).manual_seed(1)).requires_grad_()
+    masks = some_masks(rows * num_ranks)
+    stripes = [(0, rows * num_ranks, at, at + 10, 0) for at in range(0, rows * num_ranks, 60)]  # for which is no room
+    masks.insert(20, AttnMask(stripes, rows * num_ranks))
+    group = dist.group.WORLD
+
+    def plan_for(mask: AttnMask) -> RankPlan:
+        return make_plan(mask, config, num_ranks).for_rank(rank)
+
+    static = StaticPlans({0: plan_for(masks[0])}, device, group, headroom=6)
+    graph, results = captured(lambda: attend(inputs, static.plans[0], config, sink, group))
+    num_replayed = num_eager = 0
+    for number, mask in enumerate(masks):
+        batch = prepare_batch({0: plan_for(mask)}, shape, config, like=static.facts)
+        batch.to(device)
+        expected = attend(inputs, batch.plans[0], config, sink, group)
+        for result in results:
+            result.fill_(float("nan"))
+        if static.load(batch.plans) is not None:
+            num_eager += 1
+            continue
+        num_replayed += 1
+        graph.replay()
+        tables = [bands.tobytes() for bands in batch.plans[0].bands]
+        same_kernels = len(set(tables)) == 2  # equal stages are remembered as one, with one choice of kernels
+        for i, (a, b) in enumerate(zip(results, expected, strict=True)):
+            if same_kernels and (i < 2 or deterministic):
+                assert torch.equal(a, b), (number, i)
+            else:
+                assert largest_difference(a, b) <= 2**-6, (number, i)
+    return num_replayed, num_eager
+
+
+on_gpus = pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4)],
+)
+
+
+@on_gpus
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_graph_of_several_ranks_replayed_with_50_masks_equals_eager_mode(num_ranks, deterministic):
+    found = run_ranks(replay_on_ranks, num_ranks, deterministic, backend="nccl", timeout_s=120)
+    assert len(set(found)) == 1 and found[0][0] >= 50 and found[0][1] >= 1
+
+
+def replay_without_eager_calls(rank: int, num_ranks: int, num_steps: int) -> tuple[int, int]:
+    """Replays alone, one behind the other, with plans that change; forward and backward of two layers.
+
+    Returns:
+        How many numbers are wrong, and by how many bytes memory has grown.
+    """
+    torch.cuda.set_device(rank)
+    device, rows = torch.device("cuda", rank), 1024
+    config = MagiConfig(comm=CommConfig(impl="native"), overlap=ONE_STAGE)
+    shape = shape_of((8, 2), (128, 128)).kernels_for(device)
+    inputs = tensors(rows, shape, device)
+    group = dist.group.WORLD
+    plans = [make_plan(documents(s, 3 + s % 7, rows * num_ranks), config, num_ranks).for_rank(rank) for s in range(8)]
+    static = StaticPlans({0: plans[0]}, device, group, headroom=8)
+    batches = [prepare_batch({0: plan}, shape, config, like=static.facts) for plan in plans]
+    expected = []
+    for batch in batches:
+        batch.to(device)
+        expected.append(attend(inputs, batch.plans[0], config, group=group)[0].detach().clone())
+    graph, results = captured(
+        lambda: [
+            *attend(inputs, static.plans[0], config, group=group),
+            *attend(inputs, static.plans[0], config, group=group),
+        ]
+    )
+    wrong, before = torch.zeros((), dtype=torch.int64, device=device), 0
+    for step in range(num_steps):
+        assert static.load(batches[step * 5 % 8].plans) is None
+        graph.replay()
+        wrong += (results[0] != expected[step * 5 % 8]).sum() + (results[5] != expected[step * 5 % 8]).sum()
+        if step == 10:
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+    torch.cuda.synchronize()
+    return int(wrong), max(0, torch.cuda.memory_allocated() - before)
+
+
+@on_gpus
+def test_1000_replays_of_several_ranks_are_right_and_grow_no_memory(num_ranks):
+    found = run_ranks(replay_without_eager_calls, num_ranks, 1000, backend="nccl", timeout_s=120)
+    assert found == [(0, 0)] * num_ranks, "numbers that are wrong, bytes by which memory has grown"
+
+
+def stay_away(rank: int, num_ranks: int) -> None:
+    """Rank 0 replays less often than the others."""
+    torch.cuda.set_device(rank)
+    device, rows = torch.device("cuda", rank), 2048
+    group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=3))
+    config = MagiConfig(comm=CommConfig(impl="native", verify=False), overlap=ONE_STAGE)
+    plan = make_plan(builders.causal(rows * num_ranks), config, num_ranks).for_rank(rank)
+    inputs = tensors(rows, shape_of((8, 2), (128, 128)), device)
+    static = StaticPlans({0: plan}, device, group)
+    graph, _ = captured(lambda: attend(inputs, static.plans[0], config, group=group))
+    graph.replay()
+    torch.cuda.synchronize()
+    if rank == 0:
+        time.sleep(8)
+        return
+    begin = time.monotonic()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert 2 < time.monotonic() - begin < 7
+    with pytest.raises(RuntimeError, match=r"rank 0 .* did not arrive within 3 s"):
+        static.load({0: plan})
+    assert torch.ones(3, device="cuda").sum() == 3, "the device is as it was"
+
+
+@on_gpus
+def test_a_replay_that_waits_for_a_rank_which_does_not_come_ends_and_the_next_load_names_it(num_ranks):
+    run_ranks(stay_away, num_ranks, backend="nccl", timeout_s=60)
