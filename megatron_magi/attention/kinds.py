@@ -71,7 +71,6 @@ class Call:
     Attributes:
         kind: state shared with calls of other masks.
         group_ref, config, backend, sink_layout, return_max_logits, record: those of ``kind``, for fast access.
-        module: the implementation.
         record, backward_record: compared with other ranks.
         hints: caches of the implementation, for the forward and backward of each stage.
         delta_memo: likewise, for `row_delta`; None if the implementation does not cache.
