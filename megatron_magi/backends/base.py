@@ -190,7 +190,7 @@ class KeyTransfer(Protocol):
     def published(self, x: Tensor) -> Tensor:
         """The tensor, or a copy whose rows other ranks can read."""
 
-    def announced(
+    def get_step(
         self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: tuple[Place, Place]
     ) -> tuple[StepMover, Arriving] | None:
         """The kernel that publishes keys and values and fetches those of other ranks; None, on all ranks, if rows of
@@ -201,7 +201,7 @@ class KeyTransfer(Protocol):
             sources, places: their addresses.
         """
 
-    def returned(
+    def put_step(
         self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: Sequence[Place]
     ) -> Step | None:
         """The kernel that sends gradients of fetched keys back and adds received ones to ``into``; None likewise."""
