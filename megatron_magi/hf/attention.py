@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,21 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from megatron_magi.api import calc_attn
 from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.intervals import Intervals, side_by_side
-from megatron_magi.hf.mask_functions import Rows, Unknown, bounds_by_positions, intervals_of, parts_of, to_numpy
+from megatron_magi.hf.mask_functions import (
+    Places,
+    Rows,
+    Unknown,
+    bounds_by_positions,
+    dense_of_documents,
+    intervals_of,
+    of_documents,
+    padding_before,
+    parts_of,
+    places_of,
+    positions_in,
+    to_numpy,
+)
+from megatron_magi.hf.numbering import check_counting, is_tuned, reaches_a_higher_temperature, renumbered
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_attention import slice_attention
 
@@ -67,30 +82,55 @@ class NoTensor:
     __getitem__ = __add__ = __sub__ = __mul__ = __and__ = __or__ = __invert__ = __rsub__ = __rmul__ = _refuse_use
 
 
+def rows_from(index: Any) -> int:
+    """Where the rows begin in ``[:, :, start:, :]``.
+
+    Raises:
+        ValueError: another index, as for a tensor.
+    """
+    if isinstance(index, tuple) and len(index) == 4 and all(isinstance(x, slice) for x in index):
+        batch, heads, rows, keys = index
+        if batch == heads == keys == slice(None) and rows.stop is None and rows.step is None:
+            return rows.start or 0
+    raise ValueError(_ALIEN)
+
+
 class LayerMask(NoTensor):
     """The mask of a layer, over the sequences of a batch one after another.
 
     Attributes:
         intervals: the keys of each of ``batch_size * q_length`` rows, of ``batch_size * kv_length``.
-        has_documents: documents or padding are in it.
         has_window: it is a window's or a chunked one.
     """
 
     def __init__(
-        self, parts: list[Intervals], kv_length: int, *, has_documents: bool = False, has_window: bool = False
+        self,
+        parts: list[Intervals],
+        kv_length: int,
+        *,
+        has_window: bool = False,
+        documents: Documents | None = None,
+        last_rows: int | None = None,
     ) -> None:
-        self._parts, self._kv_length = parts, kv_length
-        self.has_documents, self.has_window = has_documents, has_window
-        self._last: tuple[Any, AttnMask] | None = None
+        self._parts, self._kv_length, self._documents, self._last_rows = parts, kv_length, documents, last_rows
+        self.has_window = has_window
+        self._last: tuple[Any, Any, AttnMask, np.ndarray | None] | None = None
 
     @cached_property
     def intervals(self) -> Intervals:
-        return side_by_side(self._parts, self._kv_length)
+        return side_by_side([self._kept(part) for part in self._parts], self._kv_length)
 
     @cached_property
     def mask(self) -> AttnMask:
         """The mask without further documents."""
         return self.intervals.mask(self._kv_length * len(self._parts))
+
+    def __getitem__(self, index: Any) -> LayerMask:
+        """The last rows, for which alone Gemma 4 computes its layers that have the keys of others."""
+        num_rows = self._parts[0].lo.shape[1] if self._last_rows is None else self._last_rows
+        last_rows = num_rows - slice(rows_from(index), None).indices(num_rows)[0]
+        options = {"has_window": self.has_window, "documents": self._documents}
+        return LayerMask(self._parts, self._kv_length, **options, last_rows=last_rows)
 
     def contiguous(self) -> LayerMask:
         """Called by transformers' generation alone, where the cache has a fixed size: masks are then tensors.
@@ -101,16 +141,86 @@ class LayerMask(NoTensor):
         raise ValueError("cache_implementation: a cache of fixed size is not supported with attn_implementation='magi'")
 
     def of_layer(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> AttnMask:
-        """The mask with the documents of ``cu_seq_lens`` or, where it knows of none yet, of the layer's positions."""
-        said = cu_seq_lens
-        if said is None and not self.has_documents and position_ids is not None and position_ids.ndim == 2:
-            said = position_ids
-        if said is None or self.intervals.lo.shape[1] != len(self._parts) * self._kv_length:
-            return self.mask
-        if self._last is None or self._last[0] is not said:  # layers are given the same tensor
-            bounds = document_bounds_of(position_ids, cu_seq_lens, len(self._parts), self._kv_length)
-            self._last = said, self.intervals.within(bounds).mask(self._kv_length * len(self._parts))
-        return self._last[1]
+        """The mask with the documents of ``cu_seq_lens`` and, where it knows of none yet, of the layer's positions.
+
+        Raises:
+            ValueError: ``cu_seq_lens`` are wrong, or there are other keys than the rows'.
+        """
+        return self._of_layer(position_ids, cu_seq_lens)[0]
+
+    def positions(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> np.ndarray | None:
+        """The places of ``batch_size * q_length`` rows in their documents; None where there are no documents."""
+        return self._of_layer(position_ids, cu_seq_lens)[1]
+
+    def _of_layer(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> tuple[AttnMask, np.ndarray | None]:
+        if position_ids is not None and position_ids.ndim != 2:
+            position_ids = None
+        if self._last is None or self._last[0] is not position_ids or self._last[1] is not cu_seq_lens:
+            found = self._found(position_ids, cu_seq_lens)  # layers are given the same tensors
+            self._last = position_ids, cu_seq_lens, *found
+        return self._last[2:]
+
+    def _found(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> tuple[AttnMask, np.ndarray | None]:
+        batch_size, seqlen = len(self._parts), self._kv_length
+        if self._parts[0].lo.shape[1] != seqlen or self._documents is None:
+            if cu_seq_lens is not None:
+                raise ValueError("cu_seq_lens_q: documents are not supported with a cache that has tokens already")
+            return self.mask, None
+        own = self._documents.position_ids
+        if own is None and position_ids is not None and self._documents.padding is None:
+            own = np.broadcast_to(to_numpy(position_ids), (batch_size, seqlen))
+        bounds = None if cu_seq_lens is None else document_bounds_of(None, cu_seq_lens, batch_size, seqlen)
+        if own is None and bounds is None:
+            return self.mask, None
+        places = places_of(own, bounds, (batch_size, seqlen))
+        numbers = np.concatenate([self._last_of(place.positions) for place in places])
+        if bounds is None and (self._documents.position_ids is not None or all(len(p.bounds) == 2 for p in places)):
+            return self.mask, numbers  # which has them already
+        parts = [self._kept(part) for part in self._documents.parts(places)]
+        return side_by_side(parts, seqlen).mask(seqlen * batch_size), numbers
+
+    def _kept(self, part: Intervals) -> Intervals:
+        return Intervals(*(self._last_of(bound) for bound in part))
+
+    def _last_of(self, x: np.ndarray) -> np.ndarray:
+        return x if self._last_rows is None else x[..., x.shape[-1] - self._last_rows :]
+
+
+@dataclass
+class Documents:
+    """What the mask of a layer is made of, if more documents are found in its sequences.
+
+    Attributes:
+        function: transformers' mask function.
+        padding: bool ``[batch_size, seqlen]``, tokens; None where all are.
+        dense: evaluates a function for all pairs of tokens, where it has parts that are a user's.
+        position_ids: those of documents that the function has already.
+        device: of the function's tensors.
+    """
+
+    function: Callable
+    padding: np.ndarray | None
+    dense: Callable[[Callable, Unknown], list[Intervals]]
+    position_ids: np.ndarray | None
+    device: torch.device | str
+
+    def parts(self, places: list[Places]) -> list[Intervals]:
+        """The keys that each row of each sequence sees."""
+        index = np.arange(len(places[0].positions))
+        try:
+            parts = []
+            for i, place in enumerate(places):
+                first = None if self.padding is None else padding_before(self.padding[i], place.bounds)
+                parts.append(of_documents(self.function, Rows(i, index, left_padding=first), place))
+        except Unknown as unknown:
+            if self.padding is not None and not self.padding.all():
+                raise ValueError(
+                    "cu_seq_lens_q: packed documents with padding are not supported in a mask function of one's own"
+                ) from None
+            return self.dense(dense_of_documents(self.function, places, self.device), unknown)
+        if self.padding is not None:
+            parts = [part & Intervals.of_runs(row, len(index)) for part, row in zip(parts, self.padding, strict=True)]
+        return parts
 
 
 def document_bounds_of(
@@ -166,15 +276,10 @@ def layer_mask(
     if shard is not None:
         return shard.layer_mask(mask_function)
     q_offset, q_length = int(q_offset), int(q_length)
-    names = set(parts_of(mask_function))
-    facts = {
-        "has_documents": attention_mask is not None or "packed_sequence_mask_function" in names,
-        "has_window": bool(names & WINDOWS),
-    }
-    index = np.arange(q_length) + q_offset
-    try:
-        parts = [intervals_of(mask_function, Rows(i, index)) for i in range(batch_size)]
-    except Unknown as unknown:
+    has_window = not WINDOWS.isdisjoint(parts_of(mask_function))
+    padding = None if attention_mask is None else to_numpy(attention_mask.to(torch.bool))
+
+    def dense(function: Callable, unknown: Unknown) -> list[Intervals]:
         if max(q_length, kv_length) > MAX_DENSE:
             raise ValueError(
                 f"mask_function: {unknown} is none of transformers' own and is asked for {q_length} x {kv_length} "
@@ -182,14 +287,23 @@ def layer_mask(
             ) from None
         shape = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
         options = {"allow_is_causal_skip": False, "use_vmap": use_vmap, "device": device}
-        seen = sdpa_mask(batch_size, mask_function=mask_function, attention_mask=attention_mask, **shape, **options)
-        return LayerMask([Intervals.of_dense(to_numpy(one)) for one in seen[:, 0]], kv_length, **facts)
-    if attention_mask is not None:
-        keys = to_numpy(attention_mask.to(torch.bool))
-        parts = [part & Intervals.of_runs(row, q_length) for part, row in zip(parts, keys, strict=True)]
+        seen = sdpa_mask(batch_size, mask_function=function, attention_mask=attention_mask, **shape, **options)
+        return [Intervals.of_dense(to_numpy(one)) for one in seen.expand(batch_size, -1, -1, -1)[:, 0]]
+
+    documents = None
+    if not q_offset and not kv_offset:
+        documents = Documents(mask_function, padding, dense, positions_in(mask_function), device)
+    options = {"has_window": has_window, "documents": documents}
+    index = np.arange(q_length) + q_offset
+    try:
+        parts = [intervals_of(mask_function, Rows(i, index)) for i in range(batch_size)]
+    except Unknown as unknown:
+        return LayerMask(dense(mask_function, unknown), kv_length, **options)
+    if padding is not None:
+        parts = [part & Intervals.of_runs(row, q_length) for part, row in zip(parts, padding, strict=True)]
     inside = Intervals.of(kv_offset, kv_offset + kv_length, q_length)
     parts = [(part & inside).shifted(-kv_offset) for part in parts]
-    return LayerMask(parts, kv_length, **facts)
+    return LayerMask(parts, kv_length, **options)
 
 
 @outside_graphs
@@ -236,6 +350,7 @@ def attention(
     """
     _refuse(dropout, cu_seq_lens_q, cu_seq_lens_k, options)
     batch_size, num_heads, q_length, _ = query.shape
+    query = _at_positions(module, query, attention_mask, magi_mask, position_ids, cu_seq_lens_q)
     q, k, v = (_as_autocast(x).transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
     sink = None if s_aux is None else s_aux.reshape(1, num_heads).to(torch.promote_types(s_aux.dtype, torch.float32))
     logits = {"sink": sink, "softmax_scale": scaling, "softcap": softcap or 0.0}
@@ -262,6 +377,39 @@ def attention(
         _check_keys(mask, len(k))
         out, _ = slice_attention(q, k, v, mask, **logits)
     return out.view(batch_size, q_length, num_heads, -1), None
+
+
+def _at_positions(
+    module: torch.nn.Module,
+    query: Tensor,
+    attention_mask: Any,
+    magi_mask: AttnMask | None,
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+) -> Tensor:
+    """Queries as if the layer had known their places in documents, where it numbers rows.
+
+    Raises:
+        ValueError: the places are not known, or how the layer numbers rows.
+    """
+    if hasattr(attention_mask, "shard"):
+        check_counting(module)
+        return renumbered(module, query, attention_mask.shard.positions(query.device)) if is_tuned(module) else query
+    if not is_tuned(module):
+        return query
+    if magi_mask is not None and reaches_a_higher_temperature(module, query.shape[2]):
+        raise ValueError(
+            f"magi_mask: {type(module).__name__} scales queries by the number of their row (attn_temperature_tuning), "
+            f"which is not their position in a mask of one's own; from {module.floor_scale} tokens on it needs "
+            "context parallelism or shard_batch, where positions are known"
+        )
+    numbers = None
+    if isinstance(attention_mask, LayerMask) and magi_mask is None:
+        numbers = attention_mask.positions(position_ids, cu_seq_lens)
+    if numbers is None:
+        return query
+    positions = torch.from_numpy(numbers).to(query.device)
+    return renumbered(module, query, positions.view(query.shape[0], -1))
 
 
 def _as_autocast(x: Tensor) -> Tensor:
