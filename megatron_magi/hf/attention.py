@@ -400,8 +400,7 @@ def _at_positions(
     if magi_mask is not None and reaches_a_higher_temperature(module, query.shape[2]):
         raise ValueError(
             f"magi_mask: {type(module).__name__} scales queries by the number of their row (attn_temperature_tuning), "
-            f"which is not their position in a mask of one's own; from {module.floor_scale} tokens on it needs "
-            "context parallelism or shard_batch, where positions are known"
+            f"which a mask of one's own says nothing of; from {module.floor_scale} tokens on it cannot be used"
         )
     numbers = None
     if isinstance(attention_mask, LayerMask) and magi_mask is None:

@@ -94,10 +94,6 @@ class Shard:
         self._places = places_of(positions, said, shape)
         if group is not None and group.size() > 1:
             check_ropes(model_config)
-        # For layers that number rows: of a mask of one's own the positions alone tell.
-        self._numbers = torch.from_numpy(np.stack([place.positions for place in self._places]))
-        if self._magi_mask is not None:
-            self._numbers = batch["position_ids"].expand(shape)
         mask = self._mask(_widest(model_config.get_text_config()))
         self.key = magi_attn_flex_key(
             *mask.to_ranges(), *heads_of(model_config), cp_group_or_mesh=group, dist_attn_config=config
@@ -106,7 +102,8 @@ class Shard:
     def positions(self, device: torch.device) -> Tensor:
         """The places of this rank's rows in their documents, ``[1, num_rows]``."""
         if self._positions is None:
-            self._positions = self.dispatch(self._numbers.to(device))
+            whole = torch.from_numpy(np.stack([place.positions for place in self._places]))
+            self._positions = self.dispatch(whole.to(device))
         return self._positions
 
     def layer_mask(self, mask_function: Callable) -> ShardMask:

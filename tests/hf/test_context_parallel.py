@@ -32,8 +32,8 @@ from tests.hf.models import CONFIGS, VOCABULARY, loss_and_gradients, make_model,
 
 pytestmark = pytest.mark.ranks(2)
 
-EAGER = {"gpt_oss": "magi"}
-"""Models whose eager attention does not know packed positions are compared with this attention on one rank."""
+EAGER = {"gpt_oss": "magi", "llama4": "magi"}
+"""Models that do not look at packed positions everywhere are compared with this attention on one rank."""
 
 
 def cu_seq_lens_batch():
@@ -59,6 +59,10 @@ CASES += [
     ("gpt2", "padded"),
     ("gemma4", "packed"),
     ("gemma4", "padded"),
+    ("gemma4_shared", "packed"),
+    ("gemma4_shared", "padded"),
+    ("gemma3n_shared", "packed"),
+    ("llama4", "lengths"),
     ("llama", "lengths"),
     ("gpt_oss", "lengths"),
     ("llama", "tree"),
