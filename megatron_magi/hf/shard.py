@@ -22,16 +22,9 @@ from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import MagiConfig
 from megatron_magi.eager import outside_graphs
-from megatron_magi.hf.attention import (
-    WINDOWS,
-    LayerMask,
-    NoTensor,
-    check_mask,
-    check_no_window,
-    document_bounds_of,
-    rows_from,
-)
+from megatron_magi.hf.attention import WINDOWS, check_mask, check_no_window
 from megatron_magi.hf.intervals import Intervals
+from megatron_magi.hf.layer_masks import LayerMask, NoTensor, document_bounds_of, rows_from
 from megatron_magi.hf.mask_functions import (
     Rows,
     Unknown,

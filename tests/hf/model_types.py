@@ -67,11 +67,15 @@ def config_of(model_type, **more):
 
 
 def make_tiny(model_type, attn_implementation, **more):
-    """A model in evaluation, or None of what cannot be made so small."""
+    """A model in evaluation.
+
+    Raises:
+        ValueError: it cannot be made so small.
+    """
     with torch.device("meta"):
         sizes = AutoModelForCausalLM.from_config(config_of(model_type, **more)).parameters()
-        if sum(parameter.numel() for parameter in sizes) > MOST_PARAMETERS:
-            return None
+        if (size := sum(parameter.numel() for parameter in sizes)) > MOST_PARAMETERS:
+            raise ValueError(f"{model_type}: {size} parameters")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(model_type, **more), attn_implementation=attn_implementation)
     with torch.no_grad():
@@ -96,23 +100,28 @@ NOT_MADE = (
 )
 """What configurations and models raise for sizes that do not fit them."""
 
-
-def tiny_eager(model_type, tokens):
-    """A model with eager attention that computes, and the options it was made with; (None, {}) if there is none."""
-    for more in RETRIES:
-        try:
-            model = make_tiny(model_type, "eager", **more)
-            if model is not None:
-                model(input_ids=tokens, use_cache=False)
-                return model, more
-        except (
-            StrictDataclassError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):
-            continue
-    return None, {}
+UNMADE = {
+    "bamba",
+    "blt",
+    "cohere_compass_text",
+    "dbrx",
+    "dots1",
+    "emu3",
+    "gemma4_assistant",
+    "git",
+    "gpt_neo",
+    "granitemoehybrid",
+    "kimi_linear",
+    "lfm2_moe",
+    "mamba2",
+    "mllama",
+    "musicgen",
+    "musicgen_melody",
+    "phi4_multimodal",
+    "reformer",
+    "roc_bert",
+    "xmod",
+    "zamba",
+    "zamba2",
+}
+"""Types whose configuration takes other options, or that are made of a language model and more."""
