@@ -15,7 +15,7 @@ from megatron_magi.attention.call_signature import AttentionCall, check_inputs, 
 from megatron_magi.attention.collective_args import cleared, joined_cast, plan_casts
 from megatron_magi.attention.fused_comm import is_alone, pays, program_of
 from megatron_magi.checks import flag, renamed
-from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
+from megatron_magi.comm.collective_checks import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, make_room
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout

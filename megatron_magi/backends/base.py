@@ -29,7 +29,7 @@ from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, Forward
 
 if TYPE_CHECKING:
     from megatron_magi.cuda.arriving import Arriving
-    from megatron_magi.cuda.call_list import CallList, Place, Step
+    from megatron_magi.cuda.launch_list import LaunchList, Place, Step
     from megatron_magi.cuda.layout import Layout, Like
     from megatron_magi.lru import LruCache
     from megatron_magi.operands.sparse_pattern import SparsePattern
@@ -190,7 +190,7 @@ class KeyTransfer(Protocol):
     def published(self, x: Tensor) -> Tensor:
         """The tensor, or a copy whose rows other ranks can read."""
 
-    def announced(
+    def get_step(
         self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: tuple[Place, Place]
     ) -> tuple[StepMover, Arriving] | None:
         """The kernel that publishes keys and values and fetches those of other ranks; None, on all ranks, if rows of
@@ -201,7 +201,7 @@ class KeyTransfer(Protocol):
             sources, places: their addresses.
         """
 
-    def returned(
+    def put_step(
         self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: Sequence[Place]
     ) -> Step | None:
         """The kernel that sends gradients of fetched keys back and adds received ones to ``into``; None likewise."""
@@ -216,7 +216,7 @@ class StepMover(Protocol):
     def version(self) -> tuple:
         """Changes when steps become invalid."""
 
-    def queue(self, calls: CallList, raw: int, *addresses: int) -> None:
+    def queue(self, calls: LaunchList, raw: int, *addresses: int) -> None:
         """Launches a list on the current stream, whose handle is ``raw``."""
 
 

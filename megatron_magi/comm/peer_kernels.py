@@ -13,8 +13,8 @@ import torch
 from megatron_magi.comm.peers import PEERS
 from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, SLOT_ROWS, WIDEST, Rows
 from megatron_magi.cuda.build import build
-from megatron_magi.cuda.call_list import Patch, Place, Step
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
+from megatron_magi.cuda.launch_list import Patch, Place, Step
 
 SUM_LOADS = 2
 """Loads in flight of a thread that adds rows: kSumLoads of put_receive.cuh."""

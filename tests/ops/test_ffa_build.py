@@ -17,7 +17,7 @@ import torch
 
 from megatron_magi import variables
 from megatron_magi.backends.sm90 import kernels as hopper_kernels
-from megatron_magi.backends.sm90.needed import needed_kernels
+from megatron_magi.backends.sm90.kernel_list import needed_kernels
 from megatron_magi.cuda import build as hopper_build
 
 pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
@@ -75,7 +75,7 @@ def test_attention_kernels_fit_shared_memory_and_compile_without_serialised_prod
 
 
 def test_kernels_that_wait_for_keys_compile_like_those_that_do_not():
-    needed = needed_kernels(torch.bfloat16, (128, 128), 8, deterministic=False, gated=True)
+    needed = needed_kernels(torch.bfloat16, (128, 128), 8, deterministic=False, stream_kv=True)
     for (source, _), (_, report) in compile_all(needed):
         assert int(re.search(r"(\d+) bytes spill stores", report).group(1)) <= GATED_SPILL_BYTES, f"{source}: {report}"
         registers = re.search(r"Used (\d+) registers", report).group(1)

@@ -188,27 +188,25 @@ def finish_keys_launch(
     dtype: torch.dtype,
     scale: float,
     store: int,
-    gated: bool = False,
+    stream_kv: bool = False,
     numbers: int = 0,
 ) -> Launch:
     """Writes the sums of the first tiles to dk (times scale) and dv, or adds them; 4 thread blocks a tile and key head.
 
-    ``gated``: some tiles are of fetched keys, with separate gradients; ``numbers``: address of a mask's numbers, if
+    ``stream_kv``: some tiles are of fetched keys, with separate gradients; ``numbers``: address of a mask's numbers, if
     these are in memory; the grid may then be larger than needed.
     """
     heads_kv, dim = dk.shape[1:]
 
     def make() -> Launch:
         captured = partial(CapturedFinishKeysParams, numbers=numbers)
-        kind = GatedFinishKeysParams if gated else captured if numbers else FinishKeysParams
+        kind = GatedFinishKeysParams if stream_kv else captured if numbers else FinishKeysParams
         params = kind(
             heads_kv=heads_kv, store=store, scale=scale,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
         )  # fmt: skip
-        defines = hopper_kernels.finish_keys_macros(dtype, dim, gated, numbers > 0)
+        defines = hopper_kernels.finish_keys_macros(dtype, dim, stream_kv, numbers > 0)
         return Launch(hopper_kernels.small_kernel(dk.device, "postprocess_keys", defines), 1, params)
 
-    return prepared(
-        ("postprocess_keys", gated, numbers, dk.device, dtype, store, scale, heads_kv, dim, dk.stride(), dv.stride()),
-        make,
-    )
+    of_layout = store, scale, heads_kv, dim, dk.stride(), dv.stride()
+    return prepared(("postprocess_keys", stream_kv, numbers, dk.device, dtype, *of_layout), make)

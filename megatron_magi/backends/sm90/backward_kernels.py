@@ -30,8 +30,8 @@ from megatron_magi.backends.sm90.support import (
     work_counter,
 )
 from megatron_magi.backends.sm90.tiles import UNIT
-from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.launch import Launch, Numbers, prepared
+from megatron_magi.cuda.launch_list import Step
 from megatron_magi.operands.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -193,7 +193,7 @@ def queries_launch(common: Common, plan: DevicePlan, store: int, grad: Tensor) -
         maps = (query_box(q, 64, plan), *of_keys, query_box(dout, 64, plan), stored)
         return Launch(kernel, 1, params, maps)
 
-    name = "gated backward_queries" if arriving else "backward_queries"
+    name = "stream_kv backward_queries" if arriving else "backward_queries"
     return prepared(_key(name, common, plan, store, (grad,)), make)
 
 

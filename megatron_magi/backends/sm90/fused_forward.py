@@ -36,8 +36,8 @@ from megatron_magi.backends.sm90.forward_kernel import make_launch
 from megatron_magi.backends.sm90.plan import DevicePlan, HostPlan, ScheduleKey, Tiling
 from megatron_magi.backends.sm90.support import check_support, seen_rows, sm_count
 from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, prepared
+from megatron_magi.cuda.launch_list import Step
 from megatron_magi.cuda.layout import Layout, Like
 from megatron_magi.lru import LruCache, Use
 from megatron_magi.mask import bands as bd
@@ -343,7 +343,7 @@ def forward_step(
         places, later = arriving.places, tuple(Layout.of(t).with_rows(max(1, len(t))) for t in arriving.tensors)
         values, numbers = {"arrival_barrier": arriving.gate(first_arriving(k.shape[0]))}, {**numbers, **GATE}
     key = (
-        "gated forward", bool(later), q.device, use.stream, q.dtype, use.options, form.tiles, q.shape, k.shape[1:],
+        "stream_kv forward", bool(later), q.device, use.stream, q.dtype, use.options, form.tiles, q.shape, k.shape[1:],
         v.shape[1:], q.stride(), k.stride(), v.stride(), None if sink_lse is None else sink_lse.stride(),
     )  # fmt: skip
     launch = prepared(key, lambda: make_launch(inputs, output, use.options, use.stream, form.tiles, arriving=later))
