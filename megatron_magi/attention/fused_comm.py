@@ -24,10 +24,10 @@ from megatron_magi.comm.transport import may_use_peer_memory
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch_list import Place, Step
 from megatron_magi.cuda.layout import Layout
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.types import own
+from megatron_magi.runtime.lru import LruCache
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.capture import is_capturing
 from megatron_magi.operands.merge import row_products
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
+from megatron_magi.runtime.graph_capture import is_capturing
 
 if TYPE_CHECKING:
     from megatron_magi.cuda.arriving import Arriving
     from megatron_magi.cuda.launch_list import LaunchList, Place, Step
     from megatron_magi.cuda.layout import Layout, Like
-    from megatron_magi.lru import LruCache
     from megatron_magi.operands.sparse_pattern import SparsePattern
+    from megatron_magi.runtime.lru import LruCache
 
 Kernels = list[tuple[str, tuple[str, ...]]]
 """Kernels to compile: source, relative to the folder of CUDA sources, and macros of each."""

@@ -17,8 +17,8 @@ from megatron_magi.checks import integer
 from megatron_magi.comm.collective_checks import calls_of
 from megatron_magi.comm.groups import Group, all_gather_single, group_of, reduce_scatter_single
 from megatron_magi.comm.row_layout import written_out
-from megatron_magi.eager import refuse_transforms
-from megatron_magi.upload import upload
+from megatron_magi.runtime.no_compile import refuse_transforms
+from megatron_magi.runtime.upload import upload
 
 _STANDS_FOR = {
     **{getattr(torch, name): torch.uint8 for name in dir(torch) if name.startswith(("float8_", "float4_"))},

@@ -14,8 +14,8 @@ from megatron_magi.comm.collective_checks import calls_of
 from megatron_magi.comm.dispatch import RowsCall, along_rows, check_shard, sequence_dimension
 from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs, group_cast
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.eager import refuse_transforms
-from megatron_magi.upload import upload
+from megatron_magi.runtime.no_compile import refuse_transforms
+from megatron_magi.runtime.upload import upload
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,16 +12,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from megatron_magi.api import calc_attn
-from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.intervals import Intervals
 from megatron_magi.hf.layer_masks import WINDOWS, Documents, LayerMask, check_mask, check_no_window, document_bounds_of
 from megatron_magi.hf.mask_functions import Rows, Unknown, intervals_of, parts_of, positions_in, to_numpy
 from megatron_magi.hf.numbering import check_counting, is_tuned, reaches_a_higher_temperature, renumbered
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.runtime.no_compile import outside_graphs
 
 if TYPE_CHECKING:
-    from megatron_magi.compat.runtime import DistAttnRuntimeKey
+    from megatron_magi.api.key import DistAttnRuntimeKey
     from megatron_magi.hf.shard import Shard, ShardMask
 
 NAME = "magi"

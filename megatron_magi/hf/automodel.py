@@ -24,11 +24,11 @@ from megatron_magi.api import (
     magi_attn_flex_key,
     make_varlen_key_for_new_mask_after_dispatch,
 )
+from megatron_magi.api.key import DistAttnRuntimeKey
+from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.checks import flag, instance, int_array, int_at_least
 from megatron_magi.comm.agreement import told
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.compat.keys import made_on_all_ranks
-from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.hf.attention import NAME, check_implementation, register
 from megatron_magi.hf.mask_spec import AttnMaskSpec

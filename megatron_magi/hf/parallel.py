@@ -15,16 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.compat.keys import made_on_all_ranks
 from megatron_magi.config import MagiConfig
-from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
 from megatron_magi.hf.loaders import prepare_by_batch
 from megatron_magi.hf.media import decoder_of, embedded, give_to_decoder
 from megatron_magi.hf.numbering import check_ropes
 from megatron_magi.hf.outputs import gathered, whole
 from megatron_magi.hf.shard import sharded
+from megatron_magi.runtime.no_compile import outside_graphs
 
 _DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}

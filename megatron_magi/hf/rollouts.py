@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.compat.keys import made_on_all_ranks
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
 from megatron_magi.hf.shard import sharded

@@ -18,11 +18,10 @@ from megatron_magi.api import (
     make_flex_key_for_new_mask_after_dispatch,
     undispatch,
 )
+from megatron_magi.api.key import DistAttnRuntimeKey
+from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.compat.keys import made_on_all_ranks
-from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import MagiConfig
-from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.batch_positions import check_positions, document_positions, num_axes_of, read
 from megatron_magi.hf.intervals import Intervals
 from megatron_magi.hf.layer_masks import (
@@ -46,6 +45,7 @@ from megatron_magi.hf.mask_functions import (
 from megatron_magi.hf.numbering import check_ropes
 from megatron_magi.mask import AttnMask
 from megatron_magi.operands.options import check_tensor
+from megatron_magi.runtime.no_compile import outside_graphs
 
 IGNORED = -100
 """The label that has no loss."""

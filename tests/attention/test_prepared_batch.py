@@ -23,10 +23,10 @@ from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiC
 from megatron_magi.cuda import driver
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch_list import Step
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import make_plan
-from megatron_magi.upload import PackedArrays
+from megatron_magi.runtime.lru import LruCache
+from megatron_magi.runtime.upload import PackedArrays
 from tests.attention import cases as cs
 from tests.ops.fake_driver import fake_driver
 

@@ -25,11 +25,11 @@ from megatron_magi.cuda.arriving import Arriving, part_rows
 from megatron_magi.cuda.launch_list import Step
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.cuda.streams import current_stream
-from megatron_magi.lru import LruCache, Use
 from megatron_magi.operands.merge import sink_lse
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import ForwardInputs, ForwardOutput
 from megatron_magi.profiling import profiled_backward_calls, profiled_forward_calls
+from megatron_magi.runtime.lru import LruCache, Use
 
 _ALIGNMENT, _TMA_ALIGNMENT = 256, 16
 _PUBLISHED = ("k_rows", 0), ("v_rows", 0)

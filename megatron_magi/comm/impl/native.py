@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_magi.capture import is_capturing
 from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.collective_checks import add_guard
@@ -41,6 +40,7 @@ from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, 
 from megatron_magi.comm.sm_budget import share_of
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
 from megatron_magi.cuda.launch_list import LaunchList, Place, Step
+from megatron_magi.runtime.graph_capture import is_capturing
 
 _NUM_FETCHED, _NUM_CHUNKS = 0, 16  # bytes into PeerTables.counts
 _SEND, _TAKE = 1, 2  # Role of put.cuh
