@@ -50,7 +50,7 @@ def build_wheel(
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt", "*.so"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    with open(folder / "megatron_magi" / "ops" / "hopper" / "kernels.py", "a") as file:
+    with open(folder / "megatron_magi" / "backends" / "sm90" / "kernels.py", "a") as file:
         file.write(ONE_KERNEL)
     (folder / "dist").mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAGI_")} | variables
@@ -207,7 +207,7 @@ def test_the_planner_is_compiled_where_there_is_a_compiler(tmp_path, what):
     script = "from megatron_magi.plan import native; print(native.available(), native.__file__)"
     said = subprocess.check_output([sys.executable, "-c", script], cwd=installed, env={"PYTHONPATH": str(installed)})
     assert said.split() == [b"True", str(installed / "megatron_magi" / "plan" / "native.py").encode()]
-    assert list((installed / "megatron_magi" / "ops" / "hopper").glob("_tiles*"))
+    assert list((installed / "megatron_magi" / "backends" / "sm90").glob("_tiles*"))
     assert list((installed / "megatron_magi" / "cuda").glob("_calls*"))
 
 
