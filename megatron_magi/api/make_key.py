@@ -19,6 +19,7 @@ from megatron_magi.comm.checksum import checksums
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
+from megatron_magi.operands.options import check_tensor
 
 
 @contextmanager
@@ -103,9 +104,14 @@ def values_to_compare(key: DistAttnRuntimeKey, compare: Mapping[str, Tensor | in
     if compare is None:
         return {}
     if not isinstance(compare, Mapping) or len(compare) >= MAX_VALUES:
-        raise ValueError(f"compare: expected a mapping from at most {MAX_VALUES - 1} names to tensors, got {compare!r}")
+        got = list(compare) if isinstance(compare, Mapping) else compare
+        raise ValueError(f"compare: expected a mapping from at most {MAX_VALUES - 1} names to tensors, got {got!r}")
     for name, value in compare.items():
-        if not isinstance(value, Tensor) and not (isinstance(value, int) and 0 <= value < 1 << 63):
+        if isinstance(value, Tensor):
+            check_tensor(f"compare: {name}", value)
+            if value.is_meta:
+                raise ValueError(f"compare: {name}: expected numbers, got a tensor on the meta device")
+        elif not (isinstance(value, int) and 0 <= value < 1 << 63):
             raise ValueError(f"compare: expected tensors, or numbers of 63 bits, got {name}={value!r}")
     if key.cp_group is None or key.cp_group.size() == 1 or not key.config.comm.verify:
         return {}

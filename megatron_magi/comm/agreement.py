@@ -98,13 +98,14 @@ def start_agreement(
     Raises:
         ValueError: a value is out of bounds, or there are more than `MAX_VALUES`.
     """
-    values = {what: value, **(others or {})}
-    for one in values.values():
+    others = others or {}
+    names, values = (what, *others), [value, *others.values()]
+    for one in values:
         if not 0 <= one < 1 << 63:
             raise ValueError(f"value: expected 63 bits, got {one}")
     if len(values) > MAX_VALUES:
-        raise ValueError(f"others: at most {MAX_VALUES - 1} can be compared, got {len(values) - 1}")
-    names, row = tuple(values), [*values.values(), *[0] * (MAX_VALUES - len(values))]
+        raise ValueError(f"others: at most {MAX_VALUES - 1} can be compared, got {len(others)}")
+    row = [*values, *[0] * (MAX_VALUES - len(values))]
     num_ranks = 1 if group is None and not dist.is_initialized() else dist.get_world_size(group)
     if num_ranks == 1:
         return Agreement(None, torch.tensor([row], dtype=torch.int64, device="cpu"), group, names)

@@ -141,6 +141,8 @@ NO_NUMBER = [None, "auto", b"1", [1.0], True, PAIR, BEYOND, 1j, torch.tensor(Tru
 NO_TYPE = [None, "diagonal", 4, -1, True, 1.5, NAN, HUGE, {}, [True], ["full", "full"], [[1]], [None],
            torch.tensor(True), torch.tensor(1.5), torch.tensor([4])]  # fmt: skip
 NO_WINDOW = [None, 4, "ab", (1,), (1, 2, 3), (-2, 0), (2.5, 0), (True, 0), (NAN, 0), (0, HUGE), PAIR]
+NOT_COMPARED = [[1], PAIR, dict.fromkeys(range(16), 0)]
+NOT_COMPARED += [{"a": x} for x in ("x", None, 0.5, -1, HUGE, PAIR.to_sparse(), PAIR.to("meta"))]
 NO_CONFIG = ["config", {}, 3, api.DistAttnConfig, api.DispatchConfig()]
 NO_GROUP = ["world", 3, [], object()]
 
@@ -162,6 +164,7 @@ MALFORMED = [
       }.items()),
     *((make, "key_for_dispatch", NO_KEY) for make in (new_flex_key, new_varlen_key)),
     *((make, "dist_attn_config", NO_CONFIG) for make in (new_flex_key, new_varlen_key)),
+    *((make, "compare", NOT_COMPARED) for make in (flex_key, varlen_key)),
     *((flex_key, name, [None, *NO_COUNT[1:]]) for name in ("total_seqlen_q", "total_seqlen_k")),
     *((flex_key, name, [False, None, 1, "yes", PAIR])
       for name in ("is_same_source", "is_q_permutable", "is_k_permutable")),

@@ -37,6 +37,22 @@ def test_in_a_tie_the_lowest_rank_is_right(ranks):
     assert "rank 1 of the group" in messages[0] and messages[0] == messages[1]
 
 
+def message_of_others(rank, num_ranks, others):
+    try:
+        start_agreement(7 + rank, None, "plan", others[rank]).wait()
+    except RuntimeError as error:
+        return [line.partition(": ")[0] for line in str(error).splitlines()]
+    return None
+
+
+def test_other_values_are_named_and_none_takes_the_place_of_the_first(ranks):
+    assert ranks(2, message_of_others, [{"a": 1, "b": 2}, {"a": 1, "b": 3}]) == [["plan", "b"]] * 2
+    assert ranks(2, message_of_others, [{"plan": 1}, {"plan": 1}]) == [["plan"]] * 2
+    assert ranks(2, message_of_others, [{}, {"a": 4}]) == [["plan", "values of other names"], ["plan", "a"]]
+    with pytest.raises(ValueError, match="others: at most 15 can be compared, got 16"):
+        start_agreement(1, None, "plan", dict.fromkeys(map(str, range(16)), 0))
+
+
 def disagree_in_a_subgroup(rank, num_ranks):
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
