@@ -29,7 +29,7 @@ from attention_charts import read_results
 from collective_charts import draw
 from provenance import write_csv
 
-from megatron_magi.attention.runtime import cast_tables
+from megatron_magi.attention.collective_args import cast_tables
 from megatron_magi.comm.group_collective import GroupCastArgs, LevelArgs, group_cast, group_reduce
 from megatron_magi.comm.groups import all_gather_single
 from megatron_magi.comm.peer_tables import PeerRows

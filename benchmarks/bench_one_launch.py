@@ -21,7 +21,7 @@ from bench_steps import HEAD_DIM, HEADS_KV, HEADS_Q, make_mask
 from provenance import write_csv
 
 from megatron_magi.attention import distributed, distributed_attention
-from megatron_magi.attention.one_launch import joined_bands
+from megatron_magi.attention.fused_comm import joined_bands
 from megatron_magi.backends.registry import backend_that
 from megatron_magi.backends.sm90.tiles import GAP
 from megatron_magi.config import CommConfig, CostModel, MagiConfig, OverlapConfig

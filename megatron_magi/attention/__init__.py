@@ -1,9 +1,9 @@
 """Attention over all ranks of a context-parallel group: execution of plans, and preparation of batches."""
 
+from megatron_magi.attention.capturable_plans import StaticPlans, load_together
 from megatron_magi.attention.distributed import distributed_attention
-from megatron_magi.attention.kernels import needed_kernels
-from megatron_magi.attention.prepared import AttnShape, PreparedBatch, PreparedPlans, prepare_batch, prepare_plans
-from megatron_magi.attention.static_plan import StaticPlans, load_together
+from megatron_magi.attention.kernel_list import needed_kernels
+from megatron_magi.attention.prepared_batch import AttnShape, PreparedBatch, PreparedPlans, prepare_batch, prepare_plans
 
 __all__ = [
     "AttnShape",

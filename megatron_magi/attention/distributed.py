@@ -10,15 +10,16 @@ from weakref import WeakValueDictionary, ref
 import torch
 import torch.distributed as dist
 
-from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, check_static, describe_row
-from megatron_magi.attention.kinds import Call, Kind, living
-from megatron_magi.attention.one_launch import is_alone, pays, program_of
-from megatron_magi.attention.runtime import cleared, joined_cast, plan_casts
+from megatron_magi.attention.call_cache import CachedCall, CallTemplate, living
+from megatron_magi.attention.call_signature import AttentionCall, check_inputs, check_sinks, check_static, describe_row
+from megatron_magi.attention.collective_args import cleared, joined_cast, plan_casts
+from megatron_magi.attention.fused_comm import is_alone, pays, program_of
 from megatron_magi.checks import flag, renamed
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, make_room
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.transport import FOR_CAPTURES
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.eager import outside_graphs
@@ -36,9 +37,9 @@ from megatron_magi.variables import NATIVE_COLLECTIVES
 _DEFAULTS = MagiConfig()
 _PLAIN = (float, int, bool, str)
 _MOST_CALLS = 64
-"""Most kinds of calls that are cached with a plan; trainers have a few."""
+"""Most calls that are cached with a plan; trainers have a few."""
 _MOST_MADE = 256
-"""Most passes of stages that a kind caches: a few for each stage, which differ in strides and streams."""
+"""Most passes of stages that a template caches: a few for each stage, which differ in strides and streams."""
 
 
 @outside_graphs
@@ -105,10 +106,10 @@ def distributed_attention(
         if call is None:
             check_inputs(q, k, v, rank_plan, group)
             check_sinks(sink, sink_layout, q)
-            kind = _make_kind(
+            template = _make_template(
                 q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits
             )  # fmt: skip
-            call = _make_call(kind, rank_plan)
+            call = _make_call(template, rank_plan)
         _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
         if is_new:
             _make_room(k, v, call, rank_plan)
@@ -147,7 +148,7 @@ def _no_group() -> None:
     """Replaces a weak reference to the group, for one rank."""
 
 
-def _make_kind(
+def _make_template(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -158,7 +159,7 @@ def _make_kind(
     softmax_scale: float | None,
     softcap: float,
     return_max_logits: bool,
-) -> Kind:
+) -> CallTemplate:
     options = make_options(q, softmax_scale, softcap, config.attend.deterministic, 0)
     record = AttentionCall.of(
         "attention", q, k, v, sink,
@@ -167,7 +168,7 @@ def _make_kind(
     )  # fmt: skip
     backend = resolve_impl(config.attend.impl, q, v)
     makers = tuple(LruCache(0) if backend.programs is None else backend.programs.new_makers() for _ in range(2))
-    return Kind(
+    return CallTemplate(
         (Layout.of(q), Layout.of(k), Layout.of(v)), _no_group if group is None else ref(group), config,
         backend, options.softmax_scale, options.softcap,
         options.deterministic, sink_layout, return_max_logits, record,
@@ -175,36 +176,37 @@ def _make_kind(
     )  # fmt: skip
 
 
-def _make_call(kind: Kind, plan: RankPlan) -> Call:
-    (q, _, v), config, backend = kind.layouts, kind.config, kind.backend
+def _make_call(template: CallTemplate, plan: RankPlan) -> CachedCall:
+    (q, _, v), config, backend = template.layouts, template.config, template.backend
     attend = config.attend
     # If nothing is fetched, no collective runs concurrently with attention.
     margins = (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
-    options = [make_options(q, kind.softmax_scale, kind.softcap, kind.deterministic, margin) for margin in margins]
+    of_call = q, template.softmax_scale, template.softcap, template.deterministic
+    options = [make_options(*of_call, margin) for margin in margins]
     remembers, casts = backend.caches_passes, plan_casts(plan, q.device)
     check_static(plan, backend, attend.sanity_check)
     dims = q.shape[2], v.shape[2]
     program, programs = None, backend.programs
     if is_alone(plan, dims, programs) or pays(plan, dims, programs, config.comm.impl):
         assert programs is not None
-        group, makers = partial(living, kind.group_ref), kind.makers[bool(casts)]
+        group, makers = partial(living, template.group_ref), template.makers[bool(casts)]
         program = program_of(plan, programs, config.comm.impl, q.device, group, makers)
-    return Call(
-        kind=kind,
+    return CachedCall(
+        template=template,
         schedule=plan.schedule,
         bands=plan.bands,
         casts=casts,
         plan_hash=plan.plan_hash,
         cp_size=plan.cp_size,
-        group_ref=kind.group_ref,
+        group_ref=template.group_ref,
         config=config,
         backend=backend,
         forward_options=options[0],
         backward_options=options[1],
-        sink_layout=kind.sink_layout,
-        return_max_logits=kind.return_max_logits,
-        record=kind.record,
-        backward_record=kind.record._replace(operation="attention backward", gradient=False),
+        sink_layout=template.sink_layout,
+        return_max_logits=template.return_max_logits,
+        record=template.record,
+        backward_record=template.record._replace(operation="attention backward", gradient=False),
         # Weak references: cached objects hold device memory, which their own caches bound.
         hints=tuple(
             ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
@@ -214,7 +216,7 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
         stage_tables=plan.runtime.keep_stage_tables,
         delta_memo={} if remembers else None,
         tail=plan.runtime.tail,
-        comm_impl=config.comm.impl if plan.runtime.tail is None else "native",
+        comm_impl=config.comm.impl if plan.runtime.tail is None else FOR_CAPTURES,
     )
 
 
@@ -233,14 +235,14 @@ def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
     known = plan.runtime.calls
     for key, earlier in like.runtime.calls.items():
         if key not in known and (plan.cp_size == 1 or earlier.group_ref() is not None):
-            call = known[key] = _make_call(earlier.kind, plan)
-            _make_room(*call.kind.layouts[1:], call, plan)
+            call = known[key] = _make_call(earlier.template, plan)
+            _make_room(*call.template.layouts[1:], call, plan)
             earlier.note_made()
             if call.delta_memo is not None:  # the implementation caches passes
                 call.make_ready()
 
 
-def _make_room(k: torch.Tensor, v: torch.Tensor, call: Call, plan: RankPlan) -> None:
+def _make_room(k: torch.Tensor, v: torch.Tensor, call: CachedCall, plan: RankPlan) -> None:
     """Lets collectives allocate the memory for all stages of both passes, before the step waits for any of them."""
     of_keys, of_gradients = (
         RowLayout.make((k.shape[1:], v.shape[1:]), (dtype, dtype)) for dtype in (k.dtype, _partial_dtype(k, call))
@@ -251,7 +253,7 @@ def _make_room(k: torch.Tensor, v: torch.Tensor, call: Call, plan: RankPlan) -> 
     casts = call.casts if joined is None else tuple(dict.fromkeys((*call.casts, joined)))
     rows = [cast.most for cast in casts if isinstance(cast, GroupCastArgs) and not cast.is_static]
     most = [max(counts) for counts in zip(*rows, strict=True)] if len(rows) == len(casts) and None not in rows else []
-    room = call.kind.room
+    room = call.template.room
     if most and room and all(count <= known for count, known in zip(most, room, strict=True)):
         return
     with renamed("impl", f"comm.impl ({NATIVE_COLLECTIVES})"):
@@ -260,7 +262,7 @@ def _make_room(k: torch.Tensor, v: torch.Tensor, call: Call, plan: RankPlan) -> 
         room[:] = [max(counts) for counts in zip(most, room or most, strict=True)]
 
 
-def _partial_dtype(k: torch.Tensor, call: Call) -> torch.dtype:
+def _partial_dtype(k: torch.Tensor, call: CachedCall) -> torch.dtype:
     """Dtype of the gradients of fetched keys."""
     return accumulate_dtype(k.dtype) if call.config.comm.backward_high_precision_reduce else k.dtype
 
@@ -273,7 +275,7 @@ def _agree(
     calls: CallLog | NoCalls,
     record: AttentionCall,
     qkv_sink: tuple,
-    call: Call,
+    call: CachedCall,
     plan: RankPlan,
     dout: torch.Tensor | None = None,
 ) -> None:
@@ -286,7 +288,7 @@ def _agree(
 
 class _DistributedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, sink, call: Call, plan: RankPlan):
+    def forward(ctx: Any, q, k, v, sink, call: CachedCall, plan: RankPlan):
         (out, lse, max_logits), saved_keys = _attend(q, k, v, sink, call)
         ctx.call, ctx.plan = call, plan
         ctx.set_materialize_grads(False)
@@ -299,7 +301,7 @@ class _DistributedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, saved, dout, _dlse, _dmax_logits):
         q, k, v, sink, out, lse, *saved_keys = saved
-        call: Call = ctx.call
+        call: CachedCall = ctx.call
         if dout is None:
             # Nothing here depends on the output, but this rank must take part for the gradients of other ranks' keys.
             dout = torch.zeros_like(out)
@@ -321,7 +323,7 @@ class _DistributedAttention(torch.autograd.Function):
         return dq, dk, dv, dsink, None, None
 
 
-def _attend(q, k, v, sink, call: Call) -> tuple[tuple, Sequence[torch.Tensor]]:
+def _attend(q, k, v, sink, call: CachedCall) -> tuple[tuple, Sequence[torch.Tensor]]:
     """Output, lse and largest logits, and the fetched keys and values that the backward uses."""
     if call.program is not None:
         found = call.program.forward(q, k, v, sink, call.forward_options, call.return_max_logits)
@@ -334,7 +336,7 @@ def _attend(q, k, v, sink, call: Call) -> tuple[tuple, Sequence[torch.Tensor]]:
 class _Forward:
     """One forward pass: partial results of the stages are merged into ``out`` and ``lse``."""
 
-    def __init__(self, q, k, v, sink, call: Call) -> None:
+    def __init__(self, q, k, v, sink, call: CachedCall) -> None:
         self._q, self._k, self._v, self._sink, self._call = q, k, v, sink, call
         self._schedule = call.schedule
         self._fetches: dict[int, Any] = {}
@@ -372,7 +374,7 @@ class _Forward:
             self._max_logits = max_logits if seen is None else torch.maximum(seen, max_logits)
 
 
-def _backward_at_once(dout, qkv, out, lse, call: Call, wants_delta: bool) -> tuple | None:
+def _backward_at_once(dout, qkv, out, lse, call: CachedCall, wants_delta: bool) -> tuple | None:
     """Gradients and delta in one launch over all stages; None if stages must be run."""
     if call.program is None:
         return None
@@ -383,7 +385,7 @@ def _backward_at_once(dout, qkv, out, lse, call: Call, wants_delta: bool) -> tup
 class _Backward:
     """One backward pass: dq is local; dk and dv of fetched keys are sent back to their owners."""
 
-    def __init__(self, dout, q, k, v, lse, delta, saved_keys, call: Call) -> None:
+    def __init__(self, dout, q, k, v, lse, delta, saved_keys, call: CachedCall) -> None:
         self._dout, self._q, self._k, self._v = dout, q, k, v
         self._lse, self._delta, self._call = lse, delta, call
         self._saved_keys = saved_keys
@@ -465,7 +467,7 @@ class _Backward:
         self._reduces.append(handle)
 
 
-def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: Call) -> Any:
+def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: CachedCall) -> Any:
     return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.comm_impl, kept=True)
 
 
@@ -484,7 +486,7 @@ def _narrow(grads: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch
     return tuple(grad if grad.dtype == dtype else next(left) for grad in grads)
 
 
-def _reduce_dsink(dsink: torch.Tensor, call: Call) -> torch.Tensor:
+def _reduce_dsink(dsink: torch.Tensor, call: CachedCall) -> torch.Tensor:
     op = call.config.comm.dsink_all_reduce
     if op == "none" or call.cp_size == 1 or call.sink_layout != "sh":
         return dsink

@@ -17,7 +17,7 @@ from megatron_magi.comm.group_collective import choose_mover
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.peer_kernels import SHAPES
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
-from megatron_magi.comm.peers import MAX_RANKS, PEERS
+from megatron_magi.comm.peers import PEERS
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import SLOT_ROWS, WIDEST, can_add
 from megatron_magi.comm.slots import sent_shift, slot_row_bytes
@@ -37,11 +37,6 @@ _OF_ADDING = {0: "sums.index", 1: "sums.routes", 2: "sums.rows", 3: "sums.starts
 
 _known: WeakKeyDictionary[Native, dict[tuple, Arriving | Step]] = WeakKeyDictionary()
 """Prepared steps, by layout of the rows."""
-
-
-def may_announce(num_ranks: int, impl: str) -> bool:
-    """Whether `announced_cast` may be possible, as far as is known without a group; arguments as there."""
-    return impl in ("auto", "native") and 2 <= num_ranks <= MAX_RANKS
 
 
 @torch.no_grad()

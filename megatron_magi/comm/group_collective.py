@@ -7,25 +7,22 @@ send or receive. Each call sends one message between each pair of ranks, for all
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm import rows as torch_rows
 from megatron_magi.comm.cast_args import CastFacts, CastTables, GroupCastArgs
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.comm.impl import all_to_all, reference
-from megatron_magi.comm.impl.hierarchical import Choice, Hierarchical
-from megatron_magi.comm.impl.native import Native, native_of, present_native
-from megatron_magi.comm.impl.packed import Packed
+from megatron_magi.comm.impl.hierarchical import Hierarchical
+from megatron_magi.comm.impl.native import Native, present_native
 from megatron_magi.comm.level_args import LevelArgs, LevelFacts, LevelTables
-from megatron_magi.comm.movement import Mover, PlacingMover, Started
+from megatron_magi.comm.movement import Mover, Started
 from megatron_magi.comm.nodes import nodes_of
 from megatron_magi.comm.row_layout import RowLayout, written_out
 from megatron_magi.comm.row_memory import can_add
 from megatron_magi.comm.slots import most_rows
+from megatron_magi.comm.transport import Args, Transport, most_received, transport_of
 from megatron_magi.profiling import profiled_collective
 
 __all__ = [
@@ -42,54 +39,6 @@ __all__ = [
     "group_reduce_lse",
     "make_room",
 ]
-
-Args = GroupCastArgs | LevelArgs
-"""Which rows are sent where: in one level, or in two levels (nodes)."""
-
-_EXCHANGES = {"reference": reference, "all_to_all": all_to_all}
-_IMPLS = (*_EXCHANGES, "native")
-
-
-class _Alone:
-    """Cache key of a rank without a group."""
-
-
-_ALONE = _Alone()
-
-
-class _Way(NamedTuple):
-    """The implementations for a group.
-
-    Attributes:
-        native: for rows that can be moved through peer memory; None if that is not possible.
-        other: for all other rows, as bytes or in two levels; None if only ``native`` was requested.
-        ops: the row operations, see `megatron_magi.comm.rows`.
-        rank: this rank.
-    """
-
-    native: Native | None
-    other: Mover | None
-    ops: ModuleType
-    rank: int
-
-    def mover(self, layout: RowLayout, most_rows: int | None) -> Mover:
-        """The implementation for up to ``most_rows`` rows that a rank receives or publishes; the same on all ranks.
-
-        Args:
-            layout: of the tensors.
-            most_rows: None if not known.
-
-        Raises:
-            ValueError: only ``native`` was requested, and cannot move these rows.
-        """
-        if self.native is not None:
-            reason = self.native.refusal(layout, most_rows)
-            if reason is None:
-                return self.native
-            if self.other is None:
-                raise ValueError(f"impl: 'native' {reason}")
-        assert self.other is not None
-        return self.other
 
 
 class Handle:
@@ -189,7 +138,7 @@ def group_cast(
             raise ValueError(f"tensors: {x.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
     tensors = [written_out(x) for x in tensors]
     layout = RowLayout.of(tensors)
-    started = way.mover(layout, _most(args)).cast(tensors, args, layout, kept)
+    started = way.mover(layout, most_received(args)).cast(tensors, args, layout, kept)
     return _handle(way, started, started.finish, args, layout)
 
 
@@ -230,7 +179,7 @@ def group_reduce(
     _check_reduce(tensors, args, into)
     tensors = [written_out(x) for x in tensors]
     layout = RowLayout.of(tensors)
-    mover = way.mover(layout, _most(args, back=True))
+    mover = way.mover(layout, most_received(args, back=True))
     if at_once and isinstance(mover, Native) and can_add(layout, into):
         started = mover.add(tensors, args, layout, into, kept)
         return _handle(way, started, started.finish, args, layout, back=True)
@@ -277,7 +226,7 @@ def group_reduce_lse(
         raise ValueError(f"lse: shape {list(lse.shape)} does not fit out {list(out.shape)}")
     out, lse = written_out(out), written_out(lse)
     layout = RowLayout.of((out, lse))
-    mover = way.mover(layout, _most(args, back=True))
+    mover = way.mover(layout, most_received(args, back=True))
     if isinstance(mover, Hierarchical):
         mover = mover.merging
     started = mover.give_back((out, lse), args, layout)
@@ -320,23 +269,18 @@ def make_room(
 
 def _needs(
     args: Args, there: RowLayout, back: RowLayout | None, group: dist.ProcessGroup | None, impl: str
-) -> list[tuple[_Way, RowLayout, int | None]]:
-    """The arguments of `_Way.mover` in the calls with ``args``."""
-    way = _way(args, group, impl)
+) -> list[tuple[Transport, RowLayout, int | None]]:
+    """The arguments of `Transport.mover` in the calls with ``args``."""
+    way = transport_of(args, group, impl)
     if isinstance(args, LevelArgs):
         groups = nodes_of(dist.group.WORLD if group is None else group, args.ranks_per_node)
         parts = ((args.near, groups.near), (args.relay, groups.relay))
         return [need for part, ranks in parts for need in _needs(part, there, back, ranks, impl)]
-    needs = [(way, there, _most(args)), (way, there, _most_published(args))]
+    needs = [(way, there, most_received(args)), (way, there, _most_published(args))]
     if args.is_static and args.most is not None:
         all_others = (args.num_ranks - 1) * args.most[0]
         needs += [(way, layout, min(all_others, most_rows(layout))) for layout in (there, back) if layout is not None]
-    return needs if back is None else [*needs, (way, back, _most(args, back=True))]
-
-
-def _most(args: Args, back: bool = False) -> int | None:
-    """Most rows that any rank receives in a cast, or back; None if not known."""
-    return None if args.most is None else args.most[2 if back else 1]
+    return needs if back is None else [*needs, (way, back, most_received(args, back=True))]
 
 
 def _most_published(args: Args) -> int | None:
@@ -371,12 +315,12 @@ def choose_mover(
     Collective, except after `make_room` for these rows.
     """
     layout = RowLayout.of(tensors)
-    most = _most(args, back=True) if back else _most_published(args)
+    most = most_received(args, back=True) if back else _most_published(args)
     return _choose(tensors, args, group, impl).mover(layout, most), layout
 
 
 def _handle(
-    way: _Way, started: Started, finish: Callable[[], Any], args: Args, layout: RowLayout, back: bool = False
+    way: Transport, started: Started, finish: Callable[[], Any], args: Args, layout: RowLayout, back: bool = False
 ) -> Handle:
     step = -1 if back else 1
     num_bytes, far_bytes = (
@@ -386,7 +330,7 @@ def _handle(
     return Handle(started, finish, num_bytes, far_bytes, args)
 
 
-def _choose(tensors: Sequence[torch.Tensor], args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
+def _choose(tensors: Sequence[torch.Tensor], args: Args, group: dist.ProcessGroup | None, impl: str) -> Transport:
     """The implementations for these tensors, chosen once for ``args``."""
     if not tensors:
         raise ValueError("tensors: expected at least one")
@@ -394,74 +338,7 @@ def _choose(tensors: Sequence[torch.Tensor], args: Args, group: dist.ProcessGrou
     for x in tensors:
         if x.device != device:
             raise ValueError(f"tensors: all must be on the device of args, {device}, got {x.device}")
-    return _way(args, group, impl)
-
-
-def _way(args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
-    key = _ALONE if args.num_ranks == 1 else dist.group.WORLD if group is None else group
-    known = args.ways.get(key)
-    if known is None:
-        known = args.ways[key] = {}
-    way = known.get(impl)
-    if way is None:
-        way = known[impl] = _find_way(args, group, impl)
-    return way
-
-
-def _find_way(args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
-    if impl not in ("auto", *_IMPLS):
-        raise ValueError(f"impl: expected one of auto, {', '.join(_IMPLS)}, got {impl!r}")
-    device, num_ranks = args.device, args.num_ranks
-    ops = _row_ops(device, impl)
-    if num_ranks == 1:
-        return _Way(None, Packed(None, ops, None), ops, 0)
-    if num_ranks != dist.get_world_size(group):
-        raise ValueError(f"args: splits for {num_ranks} ranks, but group has {dist.get_world_size(group)}")
-    backend, rank = _backend(group, device), dist.get_rank(group)
-    if backend is None or (backend == "gloo" and device.type != "cpu"):
-        known = dist.get_backend_config(group)
-        raise ValueError(f"group: {known} cannot move tensors on {device.type}; gloo is for CPUs and NCCL for GPUs")
-    plain = ("reference" if backend == "gloo" else "all_to_all") if impl in ("auto", "native") else impl
-    if isinstance(args, LevelArgs):
-        groups = nodes_of(dist.group.WORLD if group is None else group, args.ranks_per_node)
-        inside = impl if impl == "native" else plain  # `auto` does not mix kernels that wait with NCCL between nodes
-        near, relay = _way(args.near, groups.near, inside), _way(args.relay, groups.relay, inside)
-        far = _way(args.far, groups.far, plain)
-        natives = [way.native for way in (near, relay) if way.native is not None]
-        groups.guards.extend(native for native in natives if native not in groups.guards)
-        return _Way(None, Hierarchical(_choice(near), _choice(far), _choice(relay), ops), ops, rank)
-    native, reason = None, "is for GPUs and NCCL"
-    if impl in ("auto", "native") and backend == "nccl":
-        native, reason = native_of(group, device)
-    if impl == "native":
-        if native is None:
-            raise ValueError(f"impl: 'native' {reason}")
-        return _Way(native, None, ops, rank)
-    return _Way(native, Packed(_EXCHANGES[plain].exchange, ops, group), ops, rank)
-
-
-def _choice(way: _Way) -> Choice:
-    """Chooses the implementation for one of two levels."""
-
-    def choose(layout: RowLayout, args: GroupCastArgs, back: bool) -> PlacingMover:
-        return way.mover(layout, _most(args, back))
-
-    return choose
-
-
-def _row_ops(device: torch.device, impl: str) -> ModuleType:
-    if device.type != "cuda" or impl == "reference":
-        return torch_rows
-    # Not at the top: Triton is installed only with GPUs.
-    from megatron_magi.comm import gpu_rows
-
-    return gpu_rows
-
-
-def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """The backend for tensors of a device; None if there is none."""
-    pairs = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
-    return {pair[0]: pair[-1] for pair in pairs}.get(device.type)
+    return transport_of(args, group, impl)
 
 
 def _check_reduce(tensors: Sequence[torch.Tensor], args: GroupCastArgs, into: Sequence[torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron_magi import envs
 from megatron_magi.attention import AttnShape, needed_kernels
 from megatron_magi.calibration import with_present_rates
-from megatron_magi.comm.impl.native import native_of
+from megatron_magi.comm.transport import peer_collectives
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import loader
 from megatron_magi.mcore.arguments import buffer_length
@@ -119,7 +119,7 @@ def check_captures(args: Namespace, shape: AttnShape, impl: str, group: dist.Pro
             "cuda_graph_impl: full_iteration with context parallelism works with comm.impl native or auto, "
             f"not {impl!r}; drop {NATIVE_COLLECTIVES}"
         )
-    native, reason = native_of(group, torch.device("cuda", torch.cuda.current_device()))
+    native, reason = peer_collectives(group, torch.device("cuda", torch.cuda.current_device()))
     if native is None:
         raise ValueError(
             "cuda_graph_impl: full_iteration with context parallelism needs ranks that reach each other's memory; "

@@ -15,7 +15,7 @@ from megatron_magi.operands.options import written_out
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Makes the backward of an autograd function of ``backward(ctx, saved, *grads)``; its derivative is an error.
+    """Makes the backward of an autograd function of ``backward(ctx, saved, dout, ...)``; its derivative is an error.
 
     torch's own decorator returns gradients that hang on copies: they depend neither on the saved tensors nor on the
     incoming gradients, so `torch.autograd.grad` finds no path to these and second derivatives are 0 without an error.
@@ -25,13 +25,14 @@ def once_differentiable(backward: Callable) -> Callable:
     """
 
     @functools.wraps(backward)
-    def checked(ctx: Any, *grads: Tensor | None) -> Any:
+    def checked(ctx: Any, dout: Tensor | None, *others: Tensor | None) -> Any:
         refuse_transforms("the gradient of attention")
-        grads = written_out(*grads)
+        if dout is not None and dout.is_neg():
+            (dout,) = written_out(dout)
         saved = ctx.saved_tensors  # read once, as checkpoints may compute them in a second forward
         if not torch.is_grad_enabled():  # nothing is recorded, so there is nothing to reject
-            return backward(ctx, saved, *grads)
-        return _Once.apply(lambda: backward(ctx, saved, *grads), *saved, *grads)
+            return backward(ctx, saved, dout, *others)
+        return _Once.apply(lambda: backward(ctx, saved, dout, *others), *saved, dout, *others)
 
     return checked
 

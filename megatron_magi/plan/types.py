@@ -137,10 +137,10 @@ class Runtime:
     """Runtime state of `megatron_magi.attention` for a `RankPlan`; lives as long as the plan, and is not pickled.
 
     Attributes:
-        calls: `attention.kinds.Call` by cache key.
-        casts: by device, arguments of the collectives, one for each stage (`attention.runtime.plan_casts`).
+        calls: `attention.call_cache.Call` by cache key.
+        casts: by device, arguments of the collectives, one for each stage (`attention.collective_args.plan_casts`).
         joined_casts: by device, arguments of the collective for the rows of all stages (`joined_cast` there).
-        joined_bands: the mask over the keys of all stages (`attention.one_launch.joined_bands`); None until it is made.
+        joined_bands: the mask over the keys of all stages (`attention.fused_comm.joined_bands`); None until it is made.
         tables: of a prepared batch: tile plans on the device, kept alive by this reference.
         keep_stage_tables: of a prepared batch: adds the tables of the stages; None if there are no others.
         mask_numbers: of a prepared batch: `backends.base.StageTables.numbers`; else None.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape, distributed_attention, prepare_batch
-from megatron_magi.attention.calls import check_inputs
+from megatron_magi.attention.call_signature import check_inputs
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.mask import builders
 from megatron_magi.plan import make_plan
@@ -106,7 +106,7 @@ def test_what_cannot_be_prepared_is_named(changed, message):
 def test_the_device_of_a_shape_may_be_named_by_text(monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(
-        "megatron_magi.attention.prepared.table_backend", lambda _impl, device, *_: asked.append(device)
+        "megatron_magi.attention.prepared_batch.table_backend", lambda _impl, device, *_: asked.append(device)
     )
     assert AttnShape(4, 2, 8, 8, torch.bfloat16).kernels_for("cuda").num_sms is None
     assert asked == [torch.device("cuda")]

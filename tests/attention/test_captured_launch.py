@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import distributed_attention
-from megatron_magi.attention.runtime import joined_cast
+from megatron_magi.attention.collective_args import joined_cast
 from megatron_magi.comm.group_collective import group_cast
 from megatron_magi.comm.impl.native import present_native
 from megatron_magi.config import CommConfig, MagiConfig

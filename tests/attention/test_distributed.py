@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import distributed_attention
-from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.attention.collective_args import plan_casts
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.ops.slice_passes import resolve_impl

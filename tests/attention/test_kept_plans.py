@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape, distributed_attention, prepare_batch
-from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.attention.collective_args import plan_casts
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.plan import make_plan
 from tests.attention import cases as cs

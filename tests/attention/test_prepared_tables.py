@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from megatron_magi.attention import one_launch, prepare_batch
+from megatron_magi.attention import fused_comm, prepare_batch
 from megatron_magi.backends.registry import backend_that
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.prepare import MaskTables
@@ -16,7 +16,7 @@ from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
 from megatron_magi.plan import make_plan
-from tests.attention.test_prepared import CPU, MASKS, SHAPE, attend, refuse
+from tests.attention.test_prepared_batch import CPU, MASKS, SHAPE, attend, refuse
 from tests.ops.fake_driver import USE_STREAMS, fake_driver
 
 PROGRAMS = backend_that("programs", "ffa").programs
@@ -105,7 +105,7 @@ def test_passes_go_with_a_batch_only_where_it_brought_their_tables():
     for shape, brings in ((SHAPE, True), (SHAPE._replace(num_sms=None), False)):
         batch = prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, shape, config)
         batch.to(CPU)
-        assert one_launch.program_of(batch.plans[0], PROGRAMS, "auto", CPU, lambda: None, {}).is_prepared == brings
+        assert fused_comm.program_of(batch.plans[0], PROGRAMS, "auto", CPU, lambda: None, {}).is_prepared == brings
 
 
 def test_tables_are_those_of_a_deterministic_backward_also_where_torch_asks_for_it(monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.comm import group_collective
+from megatron_magi.comm import group_collective, transport
 from megatron_magi.comm import slots as native_slots
 from megatron_magi.comm.group_collective import GroupCastArgs
 from megatron_magi.comm.peer_tables import PeerRows
@@ -75,8 +75,8 @@ def test_room_is_made_for_the_largest_call_of_a_plan_before_any_begins(monkeypat
     there, back = (RowLayout.make(((8, 128),), (t,)) for t in (torch.bfloat16, torch.float32))
     slots = Slots(1 << 30)
     room = native_slots.Room(slots)
-    way = group_collective._Way(room, None, None, 0)
-    monkeypatch.setattr(group_collective, "_find_way", lambda *_: way)
+    way = transport.Transport(room, None, None, 0)
+    monkeypatch.setattr(transport, "_find", lambda *_: way)
     sizes = ((3000, 100, 9000), (20_000, 9000, 50_000), (10_000, 4000, 4000))
     casts = []
     for most in sizes:

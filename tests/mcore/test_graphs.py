@@ -208,10 +208,12 @@ def test_what_cannot_be_captured_is_refused_by_name(monkeypatch):
     with pytest.raises(ValueError, match=r"cuda_graph_impl: .* not 'all_to_all'; drop MAGI_ATTENTION_NATIVE_GRPCOLL"):
         check_captures(args, shape, "all_to_all", Group(2))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(forward_step, "native_of", lambda *_: (None, "needs NVLink between all GPUs of the group"))
+    monkeypatch.setattr(
+        forward_step, "peer_collectives", lambda *_: (None, "needs NVLink between all GPUs of the group")
+    )
     with pytest.raises(ValueError, match=r"cuda_graph_impl: .*; here that needs NVLink"):
         check_captures(args, shape, "auto", Group(2))
-    monkeypatch.setattr(forward_step, "native_of", lambda *_: (object(), ""))
+    monkeypatch.setattr(forward_step, "peer_collectives", lambda *_: (object(), ""))
     check_captures(args, shape, "native", Group(2))
 
 

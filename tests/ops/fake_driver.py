@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_magi.attention import kinds
+from megatron_magi.attention import call_cache
 from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.backends.sm90 import backward, backward_ends, gated, gated_backward, kernels, one_launch, support
 from megatron_magi.cuda import call_list, driver, launch
 from megatron_magi.lru import LruCache
 
-USE_STREAMS = hopper, backward, backward_ends, one_launch, kinds
+USE_STREAMS = hopper, backward, backward_ends, one_launch, call_cache
 """Modules that ask for the current stream."""
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_magi.attention import AttnShape, distributed, distributed_attention, one_launch, prepare_batch
+from megatron_magi.attention import AttnShape, distributed, distributed_attention, fused_comm, prepare_batch
 from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.backends.sm90 import backward as hopper_backward
 from megatron_magi.backends.sm90 import gated, gated_backward
@@ -96,8 +96,8 @@ def one_rank_alone(monkeypatch):
         brings = step("announce")
         return None if impl != "native" else (native, Arriving(into, places, brings, 0, 0, 0, 0, 0, native.is_only))
 
-    monkeypatch.setattr(one_launch, "announced_cast", announced)
-    monkeypatch.setattr(one_launch, "returned_sums", lambda *_: step("exchange"))
+    monkeypatch.setattr(fused_comm, "announced_cast", announced)
+    monkeypatch.setattr(fused_comm, "returned_sums", lambda *_: step("exchange"))
     monkeypatch.setattr(hopper_one_launch, "current_stream", lambda _device: 0)
 
     def cast(tensors, args, group, impl, **_):
@@ -105,7 +105,7 @@ def one_rank_alone(monkeypatch):
 
     monkeypatch.setattr(distributed, "group_cast", cast)
     monkeypatch.setattr(distributed, "make_room", lambda *_: None)
-    for module in (distributed, one_launch):
+    for module in (distributed, fused_comm):
         monkeypatch.setattr(module, "group_reduce", lambda tensors, args, group, into, **_: NothingUnderWay(into))
 
     monkeypatch.setattr(distributed, "group_of", lambda group: group)
@@ -182,7 +182,7 @@ def test_tables_of_stages_stay_closed_until_a_pass_goes_by_stages(monkeypatch, o
             with monkeypatch.context() as patch:
                 refuse(patch)
                 if not announces:
-                    patch.setattr(one_launch, "announced_cast", lambda *_: None)
+                    patch.setattr(fused_comm, "announced_cast", lambda *_: None)
                 attend(batch.plans[0], SHAPE, config, one_rank_alone)
                 assert stages.is_closed == announces
             batch.plans[0].runtime.calls.clear()
@@ -426,7 +426,7 @@ def test_keys_that_nobody_fetches_are_read_where_they_lie(monkeypatch):
     q, k, v = tensors(plan.num_rows, SHAPE)
     k, v = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (k, v))  # heads lie apart
     with fake_driver(monkeypatch) as launched:
-        monkeypatch.setattr(one_launch, "with_rows", lambda _: pytest.fail("copied"))
+        monkeypatch.setattr(fused_comm, "with_rows", lambda _: pytest.fail("copied"))
         out = distributed_attention(q, k, v, plan, None, config=MagiConfig(attend=AttendConfig(impl="ffa")))[0]
         torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
         assert launched[0] == "forward"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron_magi.attention.prepared import AttnShape
+from megatron_magi.attention.prepared_batch import AttnShape
 from megatron_magi.backends.base import Kernels
 from megatron_magi.comm import peer_kernels
-from megatron_magi.comm.announced import may_announce
 from megatron_magi.comm.impl import cuda_rows
+from megatron_magi.comm.transport import may_use_peer_memory
 from megatron_magi.config import MagiConfig
 from megatron_magi.operands.merge import accumulate_dtype
 
@@ -37,7 +37,7 @@ def needed_kernels(
     if cp_size == 1:
         return found
     programs = backend.programs
-    one_launch = config.overlap.one_launch and programs is not None and may_announce(cp_size, config.comm.impl)
+    one_launch = config.overlap.one_launch and programs is not None and may_use_peer_memory(cp_size, config.comm.impl)
     if one_launch:
         found += backend.kernels(shape.dtype, dims, group, deterministic=deterministic, fused=True)
     # Rows of heads are multiples of 16 bytes.

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.attention.collective_args import cast_tables, joined_transfer, uploaded_args
 from megatron_magi.attention.distributed import make_calls_ready
-from megatron_magi.attention.one_launch import is_alone, joined_bands, keep_joined_bands, pays
-from megatron_magi.attention.runtime import cast_tables, joined_transfer, uploaded_args
+from megatron_magi.attention.fused_comm import is_alone, joined_bands, keep_joined_bands, pays
 from megatron_magi.backends.base import Backend, MaskTables, Ready, StageMasks, TableUse
 from megatron_magi.checks import instance
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts

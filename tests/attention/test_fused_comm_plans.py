@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.attention import one_launch
-from megatron_magi.attention.runtime import joined_cast, joined_transfer
+from megatron_magi.attention import fused_comm
+from megatron_magi.attention.collective_args import joined_cast, joined_transfer
 from megatron_magi.backends.registry import backend_that
 from megatron_magi.backends.sm90 import gated, kernels, params
 from megatron_magi.backends.sm90 import plan as hopper_plan
@@ -22,7 +22,7 @@ from megatron_magi.backends.sm90.one_launch import backward_pays
 from megatron_magi.backends.sm90.plan import HostPlan
 from megatron_magi.backends.sm90.schedule import Schedule, local_first
 from megatron_magi.backends.sm90.tiles import GAP
-from megatron_magi.comm import announced, peer_kernels
+from megatron_magi.comm import peer_kernels, transport
 from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import arriving
 from megatron_magi.cuda.build import source_root
@@ -84,7 +84,7 @@ def test_the_mask_over_all_keys_is_the_mask(seed, num_ranks, degree):
         rank_plan = plan.for_rank(rank)
         tokens = buffer_tokens(plan, rank, joined_transfer(rank_plan))
         rows, first = plan.dispatch.global_index(rank), gated.first_arriving(rank_plan.num_rows)
-        found = dense_bands(one_launch.joined_bands(rank_plan, PROGRAMS), rank_plan.num_rows, first + len(tokens))
+        found = dense_bands(fused_comm.joined_bands(rank_plan, PROGRAMS), rank_plan.num_rows, first + len(tokens))
         own, later = found[:, : rank_plan.num_rows], found[:, first:]
         assert not found[:, rank_plan.num_rows : first].any()
         np.testing.assert_array_equal(own, dense[np.ix_(rows, rows)])
@@ -126,7 +126,7 @@ def test_tiles_cover_the_mask_and_no_tile_or_block_has_keys_of_both_kinds(mask, 
     plan = plan_of(mask, 2, degree)
     for rank in range(2):
         rank_plan = plan.for_rank(rank)
-        bands = one_launch.joined_bands(rank_plan, PROGRAMS)
+        bands = fused_comm.joined_bands(rank_plan, PROGRAMS)
         num_later = joined_transfer(rank_plan).num_recv
         num_rows, first = rank_plan.num_rows, gated.first_arriving(rank_plan.num_rows)
         num_keys = first + num_later
@@ -153,7 +153,7 @@ def test_tiles_cover_the_mask_and_no_tile_or_block_has_keys_of_both_kinds(mask, 
 
 def test_tiles_that_need_not_wait_come_first_as_many_as_fill_the_time():
     rank_plan = plan_of(builders.varlen(doc_lengths=[600, 3000, 480, 16]), 2, 1).for_rank(1)
-    bands, num_arriving = one_launch.joined_bands(rank_plan, PROGRAMS), joined_transfer(rank_plan).num_recv
+    bands, num_arriving = fused_comm.joined_bands(rank_plan, PROGRAMS), joined_transfer(rank_plan).num_recv
     first = gated.first_arriving(2048)
     plain = hopper_plan.make_host_plan(bands, hopper_plan.Tiling(False, 2048, (128, 128)))
 
@@ -211,7 +211,7 @@ def test_what_is_told_of_arrivals_is_what_the_kernels_read():
     [(2, "auto", True), (8, "native", True), (9, "auto", False), (2, "all_to_all", False), (1, "auto", False)],
 )
 def test_one_launch_is_for_ranks_that_reach_each_others_memory(num_ranks, impl, expected):
-    assert announced.may_announce(num_ranks, impl) is expected
+    assert transport.may_use_peer_memory(num_ranks, impl) is expected
 
 
 def test_a_forward_that_fetches_much_from_several_ranks_goes_by_stages():
@@ -219,10 +219,10 @@ def test_a_forward_that_fetches_much_from_several_ranks_goes_by_stages():
     for num_ranks, total, expected in ((2, 1 << 17, True), (4, 8 << 10, True), (4, 1 << 17, False)):
         plan = plan_of(builders.causal(total), num_ranks, 1)
         casts = [joined_cast(plan.for_rank(rank), torch.device("cpu")) for rank in range(num_ranks)]
-        assert {one_launch.Fetched(cast, lambda: None, "auto").forward_pays(k, k) for cast in casts} == {expected}
+        assert {fused_comm.Fetched(cast, lambda: None, "auto").forward_pays(k, k) for cast in casts} == {expected}
     for more, expected in ((0, True), (1, False)):  # rows of 4 KB, of which 64 MB hold 16,384
         cast = SimpleNamespace(num_ranks=3, most=(1 << 20, (1 << 14) + more, 1 << 20))
-        assert one_launch.Fetched(cast, lambda: None, "auto").forward_pays(k, k) is expected
+        assert fused_comm.Fetched(cast, lambda: None, "auto").forward_pays(k, k) is expected
 
 
 def test_stages_that_are_kept_or_not_overlapped_stay_stages():
@@ -232,8 +232,8 @@ def test_stages_that_are_kept_or_not_overlapped_stay_stages():
     ):  # fmt: skip
         overlap = OverlapConfig(**{"one_launch": True, **options})
         plan = make_plan(mask, MagiConfig(overlap=overlap), 2).for_rank(0)
-        assert one_launch.pays(plan, (128, 128), PROGRAMS, "auto") is expected
-    assert not one_launch.pays(
+        assert fused_comm.pays(plan, (128, 128), PROGRAMS, "auto") is expected
+    assert not fused_comm.pays(
         make_plan(mask, MagiConfig(overlap=OverlapConfig(one_launch=True)), 1).for_rank(0), (128, 128), PROGRAMS, "auto"
     )
     assert backward_pays((128, 128)) and not backward_pays((192, 128))
@@ -247,8 +247,8 @@ def test_two_levels_and_heads_narrower_than_those_of_a_kernel_stay_stages():
     ):
         config = MagiConfig(overlap=OverlapConfig(degree=1, one_launch=True), comm=CommConfig(**options))
         assert (
-            one_launch.pays(make_plan(builders.causal(1024), config, 4).for_rank(0), dims, PROGRAMS, "auto") is expected
+            fused_comm.pays(make_plan(builders.causal(1024), config, 4).for_rank(0), dims, PROGRAMS, "auto") is expected
         )
     alone, one_of_two = (make_plan(builders.causal(1024), MagiConfig(), n).for_rank(0) for n in (1, 2))
-    assert one_launch.is_alone(alone, (128, 128), PROGRAMS) and not one_launch.is_alone(alone, (96, 96), PROGRAMS)
-    assert not one_launch.is_alone(one_of_two, (128, 128), PROGRAMS)
+    assert fused_comm.is_alone(alone, (128, 128), PROGRAMS) and not fused_comm.is_alone(alone, (96, 96), PROGRAMS)
+    assert not fused_comm.is_alone(one_of_two, (128, 128), PROGRAMS)

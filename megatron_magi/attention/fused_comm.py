@@ -13,13 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_magi.attention.runtime import joined_cast
+from megatron_magi.attention.collective_args import joined_cast
 from megatron_magi.backends.base import Program, Programs, is_changing
 from megatron_magi.backends.costs import DEFAULT, kernel_costs_of
-from megatron_magi.comm.announced import announced_cast, may_announce, returned_sums
+from megatron_magi.comm.announced import announced_cast, returned_sums
 from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.row_memory import with_rows
+from megatron_magi.comm.transport import may_use_peer_memory
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.call_list import Place, Step
 from megatron_magi.cuda.layout import Layout
@@ -133,4 +134,4 @@ def pays(plan: RankPlan, dims: tuple[int, int], programs: Programs | None, impl:
         return False  # the backward reuses a stage's keys (hide_tail_reduce), or stages must not overlap
     if plan.transfers[0].levels is not None or not programs.reads_in_place(dims):
         return False
-    return may_announce(plan.cp_size, impl)
+    return may_use_peer_memory(plan.cp_size, impl)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import StaticPlans, load_together, prepare_batch
-from megatron_magi.attention.runtime import cleared, plan_casts
-from megatron_magi.comm import group_collective
+from megatron_magi.attention.collective_args import cleared, plan_casts
+from megatron_magi.comm import group_collective, transport
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.slots import Room, most_rows
@@ -21,7 +21,7 @@ from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiC
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import RankPlan, make_plan
 from megatron_magi.testing.spawn import run_ranks
-from tests.attention.test_static_plan import (
+from tests.attention.test_capturable_plans import (
     CPU,
     ONE_STAGE,
     attend,
@@ -187,7 +187,7 @@ class Slots:
 def test_room_is_made_for_all_rows_of_other_ranks_and_grows_again_when_graphs_are_gone(monkeypatch):
     slots = Slots()
     room = Room(slots)
-    monkeypatch.setattr(group_collective, "_find_way", lambda *_: group_collective._Way(room, None, None, 0))
+    monkeypatch.setattr(transport, "_find", lambda *_: transport.Transport(room, None, None, 0))
     there, back, wide = (RowLayout.make(((8, 128 * n),), (torch.bfloat16,)) for n in (8, 16, 32))
     window, causal = (shards_of(m, 4)[1] for m in (builders.sliding_window(4096, 8, 0), builders.causal(4096)))
     group = Slots()  # anything that can be referred to

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.attention.collective_args import plan_casts
 from megatron_magi.backends.base import Backend, ChangingMemory, copy_tables, refuse_capture
 from megatron_magi.checks import number
 from megatron_magi.comm.agreement import start_agreement, told

@@ -1,4 +1,6 @@
-"""State shared by calls of attention that differ only in addresses (`Call`), and by calls of other masks (`Kind`)."""
+"""State that calls of attention share: those that differ only in addresses (`CachedCall`), and those that differ in the
+mask too (`CallTemplate`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_magi.attention.calls import AttentionCall
+from megatron_magi.attention.call_signature import AttentionCall
 from megatron_magi.backends.base import Backend, Program
 from megatron_magi.comm.group_collective import Args
 from megatron_magi.config import MagiConfig
@@ -35,13 +37,13 @@ def living(group_ref: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGro
     return group
 
 
-class Kind(NamedTuple):
-    """State shared by calls of one kind, independent of the mask.
+class CallTemplate(NamedTuple):
+    """What calls with different masks share.
 
     Attributes:
         layouts: of q, k and v.
-        made: functions that make the kernels for another mask, by form (`Call.form`), stage, pass and layout; added by
-            calls.
+        made: functions that make the kernels for another mask, by form (`CachedCall.form`), stage, pass and layout;
+            added by calls.
         makers: likewise for passes in one launch (`Program.makers`), without and with fetched keys.
         room: rows for which collectives have memory, as `CastFacts.most`; empty if not known.
     """
@@ -62,16 +64,15 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class CachedCall:
     """State shared by calls that differ only in addresses and content of their tensors.
 
     It is kept with the plan and does not refer back to it: a cycle would keep device memory until the garbage collector
     runs. Nor does it keep the group alive, which may be destroyed before the plan.
 
     Attributes:
-        kind: state shared with calls of other masks.
-        group_ref, config, backend, sink_layout, return_max_logits, record: those of ``kind``, for fast access.
-        module: the implementation.
+        template: what it shares with calls of other masks.
+        group_ref, config, backend, sink_layout, return_max_logits, record: those of ``template``, for fast access.
         record, backward_record: compared with other ranks.
         hints: caches of the implementation, for the forward and backward of each stage.
         delta_memo: likewise, for `row_delta`; None if the implementation does not cache.
@@ -81,7 +82,7 @@ class Call:
         program: passes over all stages at once, if the implementation has them and they are faster.
     """
 
-    kind: Kind
+    template: CallTemplate
     schedule: Schedule
     bands: tuple[np.ndarray, ...]
     casts: tuple[Args, ...]
@@ -120,7 +121,7 @@ class Call:
     @cached_property
     def sums_meet(self) -> bool:
         """Whether the backward passes of the stages share the sums of dq, which the last one converts to dq."""
-        (q, k, v), of_keys = self.kind.layouts, [cast.num_recv for cast in self.casts]
+        (q, k, v), of_keys = self.template.layouts, [cast.num_recv for cast in self.casts]
         return self.backend.sums_meet(q, k, v, self.bands, [q.shape[0], *of_keys], self.backward_options)
 
     @property
@@ -131,8 +132,8 @@ class Call:
         return self.accumulates, self.sums_meet
 
     def _memos(self) -> Iterator[tuple[int, int, MutableMapping, np.ndarray, int]]:
-        """Caches of passes: stage and pass as in `Kind.made`, the cache, bands, and number of keys."""
-        own, of_keys = self.kind.layouts[0].shape[0], [cast.num_recv for cast in self.casts]
+        """Caches of passes: stage and pass as in `CallTemplate.made`, the cache, bands, and number of keys."""
+        own, of_keys = self.template.layouts[0].shape[0], [cast.num_recv for cast in self.casts]
         for stage, (bands, count) in enumerate(zip(self.bands, (own, *of_keys), strict=True)):
             for which in (0, 1):
                 if "memo" in self.hints[stage][which]:
@@ -144,10 +145,10 @@ class Call:
             self.stage_tables()
 
     def note_made(self) -> None:
-        """Adds the passes of this mask to the kind."""
+        """Adds the passes of this mask to the template."""
         for stage, which, memo, *_ in self._memos():
             for layout, known in memo.items():
-                self.kind.made.put((self.form, stage, which, layout), known.make, 0)
+                self.template.made.put((self.form, stage, which, layout), known.make, 0)
 
     def make_ready(self) -> None:
         """Makes the passes that calls of other masks used on the current stream, for this mask.
@@ -155,7 +156,7 @@ class Call:
         The first entry of a layout is its stream. Calls on other streams make their own passes: there they must wait
         for the tables and keep their memory alive.
         """
-        made, stream = self.kind.made.items(), current_stream(self.kind.layouts[0].device)
+        made, stream = self.template.made.items(), current_stream(self.template.layouts[0].device)
         for stage, which, memo, bands, count in self._memos():
             for (form, of, passes, layout), make in made:
                 if (of, passes, layout[0]) == (stage, which, stream) and form == self.form and count:
