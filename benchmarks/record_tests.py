@@ -1,6 +1,6 @@
 """Runs tests and writes down how many passed, with commit, device and date.
 
-Usage: python benchmarks/record_tests.py --csv gpu_tests.csv -- -m gpu tests/ops -n 8
+Usage: python -m benchmarks.record_tests --csv gpu_tests.csv -- -m gpu tests/ops -n 8
 
 What stands behind ``--`` goes to pytest. A row of the table is a test file. Exits with pytest's status.
 """
@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-from provenance import write_csv
+from benchmarks._lib.provenance import write_csv
 
 HEADER = ("file", "passed", "failed", "skipped", "seconds")
 

@@ -17,6 +17,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "examples/README.md": "examples.md",
+    "benchmarks/README.md": "benchmarks.md",
 }
 SOURCES = {page: source for source, page in PAGES.items()}
 _LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)]*)?(\))")

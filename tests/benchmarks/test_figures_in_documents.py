@@ -26,7 +26,7 @@ MASKS = {
 
 @functools.cache
 def rows(name):
-    lines = (ROOT / "benchmarks/results" / name).read_text().splitlines()
+    lines = (ROOT / "benchmarks/results/current" / name).read_text().splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 

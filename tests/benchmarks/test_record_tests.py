@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import record_tests
+from benchmarks import record_tests
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.ops.test_b" name="x[1]" time="1.26"/>

@@ -26,7 +26,7 @@ KERNELS = KernelCosts(
     most_forward_bytes=64 << 20,
 )
 """One launch up to 64 MB: on 4 H100s it is faster than stages with up to 30 MB, and takes 4 to 8 % longer with 100 and
-400 MB (``results/one_launch_4gpu.csv``)."""
+400 MB (`one_launch_4gpu.csv`)."""
 
 H100 = Rates(
     device="H100",
@@ -49,9 +49,10 @@ H100 = Rates(
     host_stage_backward_us=610.0,
     host_one_way_us=115.0,
 )
-"""Memory: measured by `calibrate` on 2 H100s. Bytes inside a node: by benchmarks/bench_group_collective.py on 8. The
-host: by benchmarks/bench_steps.py on two. Between nodes: by assumption, a link of
-400 Gbit/s a GPU. The others: fitted to the steps in predict_2gpu.csv and distributed_ways_{2,4,8}gpu.csv, of H100s."""
+"""Memory: measured by `calibrate` on 2 H100s. Bytes inside a node: by bench_group_collective.py of
+benchmarks/collectives on 8. The host: by bench_new_masks.py of benchmarks/distributed on two. Between nodes: by
+assumption, a link of 400 Gbit/s a GPU. The others: fitted to the steps in predict_2gpu.csv and
+distributed_ways_{2,4,8}gpu.csv, of H100s."""
 
 H200 = replace(H100, device="H200")
-"""An H100's: with these the steps of 4 H200s in benchmarks/results/distributed_4gpu.csv are predicted."""
+"""An H100's: with these the steps of 4 H200s in benchmarks/results/current/distributed_4gpu.csv are predicted."""

@@ -1,0 +1,124 @@
+"""Bar charts of measured attention rates."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks._lib.results import Row
+
+COLORS = {
+    "cudnn": "#8c8c8c", "cudnn_flex": "#c9c9c9", "flex": "#b8a13c", "ffa": "#c8372d", "fa3": "#3b6fb6",
+    "fa4": "#5aa3a0", "magi": "#8a5fb0", "magi_gqa": "#b79ccf",
+}  # fmt: skip
+TITLES = {
+    "cudnn": "cuDNN", "cudnn_flex": "cuDNN flex", "flex": "FlexAttention", "ffa": "magi (FFA)",
+    "fa3": "FlashAttention-3",
+    "fa4": "FA4", "magi": "MagiAttention", "magi_gqa": "MagiAttention, GQA flags",
+}  # fmt: skip
+MASK_TITLES = {
+    "full": "full", "causal": "causal", "varlen_full": "documents,\nfull", "varlen_causal": "documents,\ncausal",
+    "window": "window of\n1,024", "block_causal": "documents,\nblock causal", "prefix_tree": "prefix tree",
+    "short_causal": "short docs,\ncausal", "short_full": "short docs,\nfull", "many_ranges": "1,000 docs,\ncausal",
+    "distant_ranges": "1,000 scattered\nkey ranges",
+}  # fmt: skip
+
+
+def draw(path: str | Path, rows: Sequence[Row], which: str, source: Mapping[str, str]) -> None:
+    """One figure of a pass: a panel for each length, a group of bars for each mask, a bar for each provider.
+
+    Args:
+        path: of the PNG.
+        rows: of a results file.
+        which: ``forward`` or ``backward``.
+        source: its provenance, for the line below the figure.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [r for r in rows if r[f"{which}_tflops"]]
+    lengths = sorted({int(r["length"]) for r in rows})
+    masks = [m for m in MASK_TITLES if any(r["mask"] == m for r in rows)]
+    providers = [p for p in TITLES if any(r["provider"] == p for r in rows)]
+    width = max(7.0, 0.9 + len(masks) * (0.25 * len(providers) + 0.25))
+    figure, panels = plt.subplots(max(1, len(lengths)), 1, figsize=(width, 0.9 + 2.7 * max(1, len(lengths))),
+                                  squeeze=False, layout="constrained")  # fmt: skip
+    for panel, length in zip(panels[:, 0], lengths, strict=False):
+        _draw_panel(panel, [r for r in rows if int(r["length"]) == length], which, masks, providers)
+        panel.set_title(f"{length:,} tokens", loc="left", fontsize=10)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[p], label=TITLES[p]) for p in providers]
+    if any(r["yardstick"] != "same mask" for r in rows):
+        handles.append(plt.Line2D([], [], color="black", ls=":", lw=1, label="cuDNN, dense, same length"))
+    columns = min(len(handles), int(width / 1.7))
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
+    shown = [source[name] for name in ("device", "software", "commit", "date") if name in source]
+    text = (
+        f"{which} TFLOP/s of the mask's area; over each bar the ratio to cuDNN: of the same mask for full and causal, "
+        "else of its dense rate"
+    )
+    lines = [*textwrap.wrap(text, int(width * 15)), *textwrap.wrap(" · ".join(shown), int(width * 15))]
+    figure.supxlabel("\n".join(lines), fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+SUMMARY_MASKS = ("full", "causal", "varlen_causal", "window", "block_causal", "prefix_tree", "short_causal")
+
+
+def draw_summary(path: str | Path, rows: Sequence[Row], length: int, source: Mapping[str, str]) -> None:
+    """One figure of some masks at one length, forward and backward side by side; arguments as of `draw`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [r for r in rows if int(r["length"]) == length]
+    figure, panels = plt.subplots(1, 2, figsize=(14, 3.8), sharey=True, layout="constrained")
+    providers = [p for p in TITLES if any(r["provider"] == p for r in rows)]
+    for panel, which in zip(panels, ("forward", "backward"), strict=True):
+        masks = [m for m in SUMMARY_MASKS if any(r["mask"] == m for r in rows)]
+        _draw_panel(panel, [r for r in rows if r["mask"] in masks and r[f"{which}_tflops"]], which, masks, providers)
+        panel.set_title(f"{which}, {length:,} tokens", loc="left", fontsize=10)
+    panels[1].set_ylabel("")
+    panels[0].set_ylim(0, 1.22 * max(float(r[f"{w}_tflops"] or 0) for r in rows for w in ("forward", "backward")))
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[p], label=TITLES[p]) for p in providers]
+    handles.append(plt.Line2D([], [], color="black", ls=":", lw=1, label="cuDNN, dense, same length"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    shown = " · ".join(source[name] for name in ("device", "software", "commit", "date") if name in source)
+    figure.supxlabel(f"TFLOP/s of visible pairs; over each bar the ratio to cuDNN · {shown}", fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_panel(panel, rows: Sequence[Row], which: str, masks: Sequence[str], providers: Sequence[str]) -> None:
+    found = {(r["mask"], r["provider"]): r for r in rows}
+    step = 0.84 / max(1, len(providers))
+    top = max((float(r[f"{which}_tflops"]) for r in rows), default=1.0)
+    for x, mask in enumerate(masks):
+        present = [p for p in providers if (mask, p) in found]
+        for i, provider in enumerate(present):
+            row = found[mask, provider]
+            rate, ratio = float(row[f"{which}_tflops"]), row[f"{which}_ratio"]
+            left = x + (i - (len(present) - 1) / 2) * step
+            panel.bar(left, rate, step * 0.92, color=COLORS[provider])
+            label = f"{float(ratio):.2f}" if ratio else ""
+            weight = "bold" if provider == "ffa" else "normal"
+            panel.annotate(label, (left, rate), (0, 2), textcoords="offset points", ha="center", va="bottom",
+                           fontsize=7, rotation=90, weight=weight, zorder=4,
+                           bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
+        dense = next((r for r in rows if r["mask"] == mask and r["yardstick"] != "same mask"), None)
+        if dense and dense[f"{which}_yardstick"]:
+            base = float(dense[f"{which}_yardstick"])
+            panel.plot([x - 0.45, x + 0.45], [base, base], color="black", ls=":", lw=1, zorder=2.5)
+            top = max(top, base)
+    panel.set_xticks(range(len(masks)), [MASK_TITLES[m] for m in masks], fontsize=8)
+    panel.set_ylabel("TFLOP/s", fontsize=8)
+    panel.tick_params(axis="y", labelsize=8)
+    panel.set_ylim(0, top * 1.22)
+    panel.set_xlim(-0.55, len(masks) - 0.45)
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)

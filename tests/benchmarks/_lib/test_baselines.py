@@ -1,0 +1,115 @@
+"""The other ways of context parallelism compute what the dense definition says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks._lib.baselines import BASELINES, Cluster, Unsupported
+from benchmarks._lib.baselines.base import num_tokens, split, zigzag
+from benchmarks._lib.cases import MASKS, Case
+from megatron_magi.mask import builders
+from megatron_magi.mask.dense import dense_mask
+from tests.dense_attention import dense_attention
+
+LENGTH, HEADS_Q, HEADS_KV, DIM = 203, 8, 4, 8
+DOCS = (31, 5, 90, 1, 76)
+ZIGZAG = {"ring", "double_ring", "usp"}
+SQUARE = {"double_ring", "usp"}
+
+
+def small_case(name: str) -> Case:
+    if name == "window":
+        return Case("window", builders.sliding_window(LENGTH, 15, 0), causal=True, window=16)
+    if name == "block_causal":
+        mask = builders.block_causal(block_size=16, doc_lengths=DOCS)
+        return Case("block_causal", mask, doc_lengths=DOCS, plain=False)
+    if name.startswith("documents"):
+        causal = name.endswith("causal")
+        return Case(name, builders.varlen(doc_lengths=DOCS, causal=causal), causal, doc_lengths=DOCS)
+    return MASKS[name](LENGTH)
+
+
+CASES = {n: small_case(n) for n in ("full", "causal", "documents_causal", "documents_full", "window", "block_causal")}
+
+
+def token_index(runs: np.ndarray) -> np.ndarray:
+    """The tokens of runs one by one."""
+    return np.concatenate([np.arange(low, high) for low, high in runs])
+
+
+def draw() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    heads = (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
+    return [torch.randn(LENGTH, n, DIM, generator=generator, dtype=torch.float64) for n in heads]
+
+
+def run_all(rank: int, num_ranks: int) -> dict[tuple[str, str], object]:
+    """Results of every baseline on every mask, or why it has none; twice, so that a second call is seen too."""
+    del rank
+    cluster, found = Cluster(), {}
+    tensors = draw()
+    for name, way in BASELINES.items():
+        for case_name, case in CASES.items():
+            try:
+                ready = way(case, cluster, HEADS_KV)
+            except Unsupported as reason:
+                found[name, case_name] = str(reason)
+                continue
+            index = torch.from_numpy(token_index(ready.runs))
+            for _ in range(2):
+                q, k, v, dout = (t[index].requires_grad_(i < 3) for i, t in enumerate(tensors))
+                out = ready.attend(q, k, v)
+                grads = torch.autograd.grad(out, (q, k, v), dout)
+            found[name, case_name] = index, [t.detach() for t in (out, *grads)]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_baseline_computes_the_dense_definition(ranks, num_ranks):
+    found = ranks(num_ranks, run_all)
+    q, k, v, dout = draw()
+    for case_name, case in CASES.items():
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out, _ = dense_attention(*leaves, dense_mask(case.mask))
+        exact = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        for name in BASELINES:
+            given = [of_rank[name, case_name] for of_rank in found]
+            if isinstance(given[0], str):
+                assert (name in SQUARE and num_ranks == 2) or (
+                    name in ZIGZAG and case_name in ("window", "block_causal")
+                ), (name, case_name, given[0])
+                continue
+            index = torch.cat([index for index, _ in given])
+            assert torch.equal(index.sort()[0], torch.arange(LENGTH)), (name, case_name)
+            for part, want in enumerate(exact):
+                have = torch.cat([parts[part] for _, parts in given])
+                error = (have - want[index]).abs().max()
+                assert error < 1e-12, f"{name}, {case_name}, {('out', 'dq', 'dk', 'dv')[part]}: off by {error:.1e}"
+
+
+def heads_that_do_not_divide(rank: int, num_ranks: int) -> str:
+    del rank, num_ranks
+    with pytest.raises(Unsupported) as error:
+        BASELINES["ulysses"](CASES["full"], Cluster(), 1)
+    return str(error.value)
+
+
+def test_ulysses_refuses_ranks_that_do_not_divide_the_key_heads(ranks):
+    assert ranks(2, heads_that_do_not_divide)[0] == "1 key heads cannot be divided by 2 ranks"
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
+def test_parts_of_runs_are_even_and_hold_each_token_once(num_parts):
+    runs = np.array([[3, 10], [12, 13], [20, 41]])
+    parts = split(runs, num_parts)
+    assert np.array_equal(np.concatenate([token_index(p) for p in parts]), token_index(runs))
+    assert max(map(num_tokens, parts)) - min(map(num_tokens, parts)) <= 1
+
+
+def test_zigzag_gives_every_rank_the_same_area_of_each_causal_document():
+    case = Case("", builders.varlen(doc_lengths=(64, 32), causal=True), True, doc_lengths=(64, 32))
+    visible = dense_mask(case.mask)
+    areas = {int(visible[token_index(part)].sum()) for part in zigzag(case, 4)}
+    assert len(areas) == 1

@@ -1,0 +1,115 @@
+"""Figures of the training benchmarks, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from benchmarks._lib.trainer import Training
+from benchmarks.training import bench_speed as bench
+
+
+def run(mask: str, provider: str, step_ms: float, tokens: int = 4096) -> bench.Run:
+    steps = [9 * step_ms, step_ms, step_ms, step_ms]
+    squares = [float((2 * tokens) ** 2 / 4)] * 4
+    return bench.Run(mask, tokens, provider, training=Training({4: 2.5}, {}, steps, squares, 1.0, 2.0, 0, 1.0))
+
+
+@pytest.mark.parametrize(("mask", "share"), [("causal", 1.0), ("documents", 0.25)])
+def test_operations_count_parameters_once_and_visible_pairs(mask: str, share: float, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    training = run(mask, "magi", 1.0)
+    tokens = 8192
+    linear = 6 * tokens * (16 * (2048 * (16 + 8) * 128 + 2048 * 2048 + 3 * 2048 * 8192) + 2048 * 32000)
+    pairs = 12 * 16 * 128 * 16 * (share * tokens**2 + tokens) / 2
+    assert bench.operations(training, training.training, slice(2, 4)) == pytest.approx(linear + pairs)
+
+
+def test_pairs_of_a_window_are_counted_one_by_one(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    windowed = run("window_sink", "magi", 1.0, tokens=1000)
+    full, narrow = (sum(min(i + 1, limit) for i in range(2000)) for limit in (2000, bench.WINDOW))
+    assert bench.visible_pairs(windowed, windowed.training, slice(0, 4)) == 8 * (full + narrow)
+
+
+def test_magi_is_compared_with_the_best_of_tes_ways_for_the_same_mask_and_length() -> None:
+    runs = [run("causal", "te_p2p", 30.0), run("causal", "te_a2a", 24.0), run("causal", "magi", 20.0),
+            run("documents", "te_a2a", 1.0), run("causal", "te_a2a", 1.0, tokens=8192)]  # fmt: skip
+    table = {tuple(row[:3]): row for row in bench.figures(runs)}
+    assert table["causal", 4096, "magi"][-1] == "1.200"
+    assert table["causal", 4096, "te_a2a"][-1] == ""
+
+
+def test_captured_steps_are_compared_with_te_too_and_no_way_of_te() -> None:
+    runs = [run("causal", "te_p2p", 30.0), run("causal", "magi", 20.0), run("causal", "magi_graph", 15.0)]
+    table = {row[2]: row for row in bench.figures(runs)}
+    assert (table["magi"][-1], table["magi_graph"][-1]) == ("1.500", "2.000")
+    arguments = bench.run_args(runs[-1])
+    assert "full_iteration" in arguments
+    assert "--cp-comm-type" not in arguments
+
+
+def test_first_half_of_the_steps_is_not_timed() -> None:
+    row = bench.figures([run("causal", "magi", 20.0)])[0]
+    assert row[4:7] == ["20.0", "20.0", f"{1e3 * 4096 / 20:.0f}"]
+
+
+def test_runs_may_name_their_own_number_of_steps() -> None:
+    assert bench._run("documents:te_a2a:32768:8") == ("documents", "te_a2a", 32768, 8)
+    assert bench._run("causal:magi:8192")[3] is None
+    with pytest.raises(argparse.ArgumentTypeError, match="expected one of"):
+        bench._run("causal:magi:8192:8:1")
+
+
+def test_failed_run_is_a_row_with_its_reason() -> None:
+    failed = bench.Run("documents", 4096, "te_p2p", error="Traceback\n  ...\nAssertionError: no backend\n")
+    assert bench.figures([failed])[0][:5] == ["documents", 4096, "te_p2p", "documents", "AssertionError: no backend"]
+
+
+def test_what_te_cannot_do_is_named() -> None:
+    assert bench.Run("window_sink", 1, "te_p2p").ran == ("causal", "full attention, no sink")
+    assert bench.Run("window_sink", 1, "te_a2a").ran == ("window_sink", "window_sink")
+    arguments = bench.run_args(bench.Run("window_sink", 1, "te_all_gather"))
+    assert "--window-size" in arguments
+    assert "--softmax-type" not in arguments
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [("ffa_backward", "attention"), ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
+     ("nvjet_sm90_tss_256x128", "matrix products"), ("ncclDevKernel_SendRecv(x)", "communication"),
+     ("magi_exchange", "communication"), ("triton_poi_fused_add", "other")],
+)  # fmt: skip
+def test_kernels_are_sorted_by_name(kernel: str, group: str) -> None:
+    assert bench.group_of(kernel) == group
+
+
+def test_larger_model_counts_its_own_layers_and_heads(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    one, large = run("causal", "magi", 1.0), run("causal", "magi", 1.0)
+    large.model = bench.MODELS["llama_8b"]
+    tokens = 8192
+    linear = 32 * (4096 * (32 + 2 * 8) * 128 + 32 * 128 * 4096 + 3 * 4096 * 14336) + 4096 * 32000
+    pairs = 12 * 32 * 128 * 32 * tokens * (tokens + 1) / 2
+    assert bench.operations(large, large.training, slice(2, 4)) == pytest.approx(6 * tokens * linear + pairs)
+    assert bench.visible_pairs(large, large.training, slice(2, 4)) == 2 * bench.visible_pairs(
+        one, one.training, slice(2, 4)
+    )
+
+
+def test_last_run_that_repeats_another_is_in_the_table(monkeypatch, tmp_path) -> None:
+    done = run("causal", "te_p2p", 20.0).training
+    monkeypatch.setattr(bench.TrainingSession, "run", lambda self, argv, around_step: done)
+    monkeypatch.setattr(bench, "_gather", lambda made: None)
+    asked = [bench._run(text) for text in ("causal:te_p2p:4096", "window_sink:te_p2p:4096")]
+    bench.bench(
+        argparse.Namespace(runs=asked, providers=[], model="llama_1b", steps=4, further=[], profile=None, out=tmp_path)
+    )
+    rows = (tmp_path / "training.csv").read_text().splitlines()
+    assert "full attention, no sink" in rows[-1]
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    assert bench.idle([]) == 0.0
+    assert bench.idle([(5.0, 7.0), (0.0, 4.0), (1.0, 2.0), (10.0, 11.0)]) == 4.0
