@@ -5,12 +5,12 @@ import sysconfig
 import pytest
 
 from megatron_magi import compiled
-from megatron_magi.backends.sm90 import native as tiles
-from megatron_magi.cuda import call_list
+from megatron_magi.backends.sm90 import cpp_tiles as tiles
+from megatron_magi.cuda import launch_list
 from megatron_magi.plan import native as solver
 
 
-@pytest.mark.parametrize("module", [solver, tiles, call_list], ids=["solver", "tiles", "calls"])
+@pytest.mark.parametrize("module", [solver, tiles, launch_list], ids=["solver", "tiles", "calls"])
 def test_a_library_of_other_sources_is_not_used_and_that_is_said(module, monkeypatch, caplog) -> None:
     if not module.available():
         pytest.skip("not built: python setup.py build_ext --inplace")

@@ -92,7 +92,7 @@ if __name__ == "__main__":
             calls, ms, tflops = found["pass", f"attention {name}"]
             assert calls == found["kernel", f"ffa_{name}"][0] == 3, rows
             assert abs(tflops * ms * 1e9 / (products * 3 * area * 8 * 128) - 1) < 1e-6, (rows, area)
-        assert found["kernel", "magi_announce_rows"][0] == 6 and ("collective", "group_cast") not in found, rows
+        assert found["kernel", "magi_get_rows"][0] == 6 and ("collective", "group_cast") not in found, rows
     print("as expected")
 """
 

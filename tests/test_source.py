@@ -1,7 +1,10 @@
 """Sizes and names that keep the code easy to find one's way in."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import megatron_magi
 
@@ -45,6 +48,13 @@ def test_no_file_has_a_name_that_says_nothing():
     says_nothing = {"utils", "util", "helpers", "helper", "misc", "common", "mgr"}
     names = [path.relative_to(ROOT).with_suffix("") for path in sources()]
     assert [name.as_posix() for name in names if says_nothing & set(name.parts)] == []
+
+
+def test_no_module_imports_itself_in_a_circle():
+    """Nor through the `__init__` of its folder, which the linter's contract of siblings does not see."""
+    graph = pytest.importorskip("grimp").build_graph("megatron_magi", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    TopologicalSorter(imports).prepare()  # a CycleError names the modules
 
 
 def test_new_tensors_say_their_device():

@@ -20,7 +20,7 @@ from megatron_magi.backends.sm90 import kernels as hopper_kernels
 from megatron_magi.cuda import build as hopper_build
 
 ROOT = Path(megatron_magi.__file__).parents[1]
-ONE_KERNEL = '\n\ndef common_kernels():\n    return [("prepare", ())]\n'
+ONE_KERNEL = '\n\ndef common_kernels():\n    return [("preprocess", ())]\n'
 IMPORT_ALL = """
 import importlib, os, pkgutil, sys
 sys.modules.update(dict.fromkeys(
@@ -76,13 +76,13 @@ def test_a_wheel_brings_kernels_that_are_found_by_their_content(tmp_path, monkey
     wheel, said = build_wheel(tmp_path)
     cubins = [name for name in wheel.namelist() if name.endswith(".cubin")]
     assert len(cubins) == 1 and "1 kernels for sm_90a" in said
-    assert "megatron_magi/csrc/attention/sm90/prepare.cu" in wheel.namelist()
+    assert "megatron_magi/csrc/attention/sm90/preprocess.cu" in wheel.namelist()
     wheel.extractall(tmp_path / "installed")
     monkeypatch.setattr(hopper_build, "prebuilt_dir", lambda: tmp_path / "installed" / "megatron_magi" / "prebuilt")
     monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_, **__: pytest.fail("compiled"))
     for name in ("MAGI_ATTENTION_FORCE_JIT_BUILD", "MAGI_ATTENTION_BUILD_DEBUG"):
         monkeypatch.delenv(name, raising=False)
-    image = hopper_build.build(hopper_kernels.source_of("prepare"), (), tmp_path / "cache")
+    image = hopper_build.build(hopper_kernels.source_of("preprocess"), (), tmp_path / "cache")
     assert wheel.read(cubins[0]).startswith(image) and not (tmp_path / "cache").exists()
 
 
@@ -187,7 +187,7 @@ def test_a_wheel_holds_the_libraries_that_were_compiled_before(tmp_path):
 def test_compiling_ahead_can_be_switched_off(plain):
     wheel, said = plain
     assert not [name for name in wheel.namelist() if name.endswith(".cubin")]
-    assert "switched off" in said and "megatron_magi/csrc/attention/sm90/prepare.cu" in wheel.namelist()
+    assert "switched off" in said and "megatron_magi/csrc/attention/sm90/preprocess.cu" in wheel.namelist()
 
 
 def test_an_editable_install_compiles_no_kernels(tmp_path):
@@ -250,7 +250,7 @@ def test_a_number_of_jobs_that_is_none_is_refused(jobs, capsys):
 
 
 def test_the_command_fills_a_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(hopper_kernels, "common_kernels", lambda: [("prepare", ()), ("prepare", ("A=1",))])
+    monkeypatch.setattr(hopper_kernels, "common_kernels", lambda: [("preprocess", ()), ("preprocess", ("A=1",))])
     monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: (b"\x7fELF", ""))
     assert main(["build", "--into", str(tmp_path), "--jobs", "2"]) == 0
     assert len(list(tmp_path.glob("*.cubin"))) == 2

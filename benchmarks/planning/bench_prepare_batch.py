@@ -16,7 +16,7 @@ import torch
 from benchmarks._lib.batches import PackedCase
 from benchmarks._lib.provenance import write_csv
 from megatron_magi.attention import AttnShape, prepare_batch
-from megatron_magi.backends.sm90 import native
+from megatron_magi.backends.sm90 import cpp_tiles
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.plan import make_plan
 
@@ -49,7 +49,7 @@ def main() -> None:
     print("".join(f"{h:>13}" for h in header))
     rows = []
     for case in CASES:
-        for planner in ("python", "native") if native.available() else ("python",):
+        for planner in ("python", "native") if cpp_tiles.available() else ("python",):
             best = min(timed(case, planner, seed) for seed in range(args.repeats))
             rows.append([case.total_seqlen, case.num_documents, case.cp_size, planner, args.repeats, f"{best:.2f}"])
             print("".join(f"{c!s:>13}" for c in rows[-1]), flush=True)

@@ -1,4 +1,4 @@
-// Launches a prepared list of kernels: the same as megatron_magi/cuda/call_list.py, with less overhead on the host.
+// Launches a prepared list of kernels: the same as megatron_magi/cuda/launch_list.py, with less overhead on the host.
 // Does not link to CUDA: it gets the addresses of two driver functions.
 
 #include <cstdint>

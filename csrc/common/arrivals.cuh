@@ -1,7 +1,7 @@
-// Waiting for rows that another kernel (announce_rows.cu) receives while this kernel runs. Rows are divided into parts;
-// when all rows of a part are stored, announce_rows.cu writes the number of the call to the flag of the part.
+// Waiting for rows that another kernel (get_rows.cu) receives while this kernel runs. Rows are divided into parts;
+// when all rows of a part are stored, get_rows.cu writes the number of the call to the flag of the part.
 //
-// No deadlock: this kernel is a programmatic dependent launch of announce_rows.cu, so all thread blocks of the latter
+// No deadlock: this kernel is a programmatic dependent launch of get_rows.cu, so all thread blocks of the latter
 // are resident on SMs before any block of this one starts.
 #pragma once
 
@@ -9,14 +9,14 @@
 
 constexpr int kMostParts = 16;
 
-// In memory of this GPU: written by announce_rows.cu, read by the kernel that waits.
+// In memory of this GPU: written by get_rows.cu, read by the kernel that waits.
 struct ArrivalFlags {
   u32 arrived[kMostParts];  // of each part: the last call whose rows are all stored
   u32 done[kMostParts];     // of each part: rows stored so far; reset to zero by the thread that completes the part
 };
 
 // Parameters of a kernel that waits. Mirrored in Python.
-struct Gate {
+struct ArrivalBarrier {
   const u32* call;     // number of the call to wait for; constant while this kernel runs
   const u32* arrived;  // ArrivalFlags::arrived
   const u32* broken;   // Control::broken; not 0: a rank timed out
@@ -46,27 +46,28 @@ DEVICE u32 load_volatile(const u32* p) {
 }
 
 // State of one thread that waits, so that it reads each flag only once.
-struct Arrivals {
+struct ArrivalWaiter {
   int rows = 0;  // rows before this one have arrived, or are no longer waited for
 
   // Waits until all rows before `past` have arrived; TMA loads issued by this thread may then read them. If a rank
-  // timed out, its rows are NaN, and the part is recorded in the notice. announce_rows.cu stops waiting after the
+  // timed out, its rows are NaN, and the part is recorded in the notice. get_rows.cu stops waiting after the
   // group's timeout and then sets all flags; if a flag is still not set after twice that time, this thread stops
   // waiting too.
-  DEVICE void await(const Gate& g, int past) {
-    past = past < g.num_rows ? past : g.num_rows;
+  DEVICE void await(const ArrivalBarrier& barrier, int past) {
+    past = past < barrier.num_rows ? past : barrier.num_rows;
 #pragma unroll 1
     while (rows < past) {
-      const int part = rows / g.part_rows;
-      const u32 call = load_volatile(g.call);
+      const int part = rows / barrier.part_rows;
+      const u32 call = load_volatile(barrier.call);
       u64 begin = 0;
-      rows += g.part_rows;
+      rows += barrier.part_rows;
 #pragma unroll 1
-      for (u32 i = 0; static_cast<int>(load_acquire_gpu(g.arrived + part) - call) < 0; ++i) {
+      for (u32 i = 0; static_cast<int>(load_acquire_gpu(barrier.arrived + part) - call) < 0; ++i) {
         if (i == 0) begin = now_ns();
         if (i % 32 != 31) continue;
-        const bool late = now_ns() - begin > static_cast<u64>(g.timeout_ns);
-        if (late || load_volatile(g.broken)) *reinterpret_cast<volatile u32*>(g.notice + kNoticePart) = part + 1;
+        const bool late = now_ns() - begin > static_cast<u64>(barrier.timeout_ns);
+        if (late || load_volatile(barrier.broken))
+          *reinterpret_cast<volatile u32*>(barrier.notice + kNoticePart) = part + 1;
         if (late) {
           rows = 0x7fffffff;
           break;

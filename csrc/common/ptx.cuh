@@ -10,6 +10,8 @@ using i64 = long long;
 
 #define DEVICE __device__ __forceinline__
 
+constexpr int kWarpThreads = 32, kWarpgroupThreads = 128;
+
 struct alignas(64) TensorMap {
   u64 opaque[16];
 };
@@ -155,13 +157,13 @@ DEVICE void wgmma_wait() {
 
 // Prevents the compiler from moving uses of accumulators or operands above the wait that precedes it.
 template <int N>
-DEVICE void pin(float (&x)[N]) {
+DEVICE void fence_operand(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
 template <int N>
-DEVICE void pin(u32 (&x)[N]) {
+DEVICE void fence_operand(u32 (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
@@ -175,13 +177,27 @@ DEVICE auto& choose(A& a, B& b) {
     return b;
 }
 
-// Keeps x in a register; the compiler would otherwise recompute it at each use.
-DEVICE void keep(u32& x) { asm volatile("" : "+r"(x)); }
+// Makes the value opaque to the compiler, which keeps it in a register and would otherwise recompute it at each use.
+DEVICE void opaque(u32& x) { asm volatile("" : "+r"(x)); }
 
 // Makes ptxas compute x, which is never negative, before the statements that follow: it would otherwise sink arithmetic
 // below a wait for the tensor cores.
-DEVICE void hold(float x) {
+DEVICE void order_before_wait(float x) {
   asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never trap;\n}" ::"f"(x) : "memory");
+}
+
+constexpr int kPanel = 64;  // columns of a 128-byte-swizzled panel, of two bytes each
+constexpr int kPanelRowBytes = 128;
+
+// Fields of a wgmma's shared memory descriptor: addresses and distances are in units of 16 bytes. The low word has the
+// address and, above it, the leading byte offset; the high word has the stride byte offset and the swizzle.
+constexpr u32 kDescriptorAddressMask = 0x3FFFF;        // bits of an address that count
+constexpr u32 kLeadingOffsetBit = 16;                  // in the low word
+constexpr u32 kSwizzle128 = 1 << 30;                   // in the high word: swizzled by 128 bytes
+constexpr u32 kSwizzleAtomBytes = 8 * kPanelRowBytes;  // after which the swizzle repeats
+DEVICE constexpr u32 descriptor_units(u32 bytes) { return bytes >> 4; }
+DEVICE u32 descriptor_low(u32 smem, u32 leading_bytes) {
+  return descriptor_units(smem & kDescriptorAddressMask) | descriptor_units(leading_bytes) << kLeadingOffsetBit;
 }
 
 // Shared memory descriptor of a wgmma operand in 128-byte-swizzled panels (rows of 64 two-byte columns). `panel_bytes`
@@ -189,13 +205,19 @@ DEVICE void hold(float x) {
 // in units of 16 bytes.
 struct Operand {
   u32 low;
-  DEVICE Operand(u32 smem, u32 panel_bytes = 0) : low(uniform(((smem & 0x3FFFF) >> 4) | ((panel_bytes >> 4) << 16))) {}
+  DEVICE Operand(u32 smem, u32 panel_bytes = 0) : low(uniform(descriptor_low(smem, panel_bytes))) {}
   DEVICE u64 at(u32 byte_step) const {
     u64 d;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low + (byte_step >> 4)), "n"((1 << 30) | (1024 >> 4)));
+    asm("mov.b64 %0, {%1, %2};"
+        : "=l"(d)
+        : "r"(low + (byte_step >> 4)), "n"(kSwizzle128 | descriptor_units(kSwizzleAtomBytes)));
     return d;
   }
 };
+
+// Byte offsets, in panels of `rows` rows, of the i-th 16 columns and of the i-th 16 rows: what one wgmma contracts.
+DEVICE constexpr u32 columns_step(int i, int rows) { return i / 4 * rows * kPanelRowBytes + i % 4 * 32; }
+DEVICE constexpr u32 rows_step(int i) { return i * 16 * kPanelRowBytes; }
 
 // ---- waiting for other SMs ----
 

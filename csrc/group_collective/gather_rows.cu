@@ -2,7 +2,10 @@
 //
 // Compile-time: UNIT (bytes of an access; divides all widths, strides and addresses).
 
+#include "rows.cuh"
 #include "units.cuh"
+
+using Unit = UnitOf<UNIT>::Type;
 
 struct GatherParams {
   RowTensors rows;

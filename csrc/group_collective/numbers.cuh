@@ -1,9 +1,7 @@
 // Vector types and conversions for sums, which are accumulated in fp32, or in fp64 if either type is fp64.
-//
-// Compile-time: FROM, INTO (element types of the addends and of the results), VECTOR (elements of an access).
 #pragma once
 
-#include "rows.cuh"
+#include "../common/ptx.cuh"
 
 struct BFloat {
   u16 bits;
@@ -42,24 +40,26 @@ struct Narrow<Half, float> {
   }
 };
 
-template <class T>
-struct alignas(VECTOR * sizeof(T)) Vector {
-  T at[VECTOR];
+// Elements of one access.
+template <class T, int kElements>
+struct alignas(kElements * sizeof(T)) Vector {
+  T at[kElements];
 };
 
-template <class T>
-DEVICE auto element(const Vector<T>& x, int i) {
+template <class T, int kElements>
+DEVICE auto element(const Vector<T, kElements>& x, int i) {
   return widen(x.at[i]);
 }
 // Two bf16 elements share a register; each is extracted with one instruction.
-DEVICE float element(const Vector<BFloat>& x, int i) {
-#if VECTOR > 1
-  u32 pair;
-  memcpy(&pair, x.at + i / 2 * 2, sizeof(pair));
-  return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
-#else
-  return widen(x.at[i]);
-#endif
+template <int kElements>
+DEVICE float element(const Vector<BFloat, kElements>& x, int i) {
+  if constexpr (kElements > 1) {
+    u32 pair;
+    memcpy(&pair, x.at + i / 2 * 2, sizeof(pair));
+    return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+  } else {
+    return widen(x.at[i]);
+  }
 }
 
 template <bool kWide>
@@ -70,4 +70,6 @@ template <>
 struct SumOf<true> {
   using Type = double;
 };
-using Sum = SumOf<sizeof(FROM) == 8 || sizeof(INTO) == 8>::Type;
+// The accumulator of sums of elements of From to elements of Into.
+template <class From, class Into>
+using Accumulator = typename SumOf<sizeof(From) == 8 || sizeof(Into) == 8>::Type;

@@ -1,7 +1,7 @@
 // Protocol between ranks of one host that can access each other's memory (symmetric memory over NVLink).
 //
 // Each rank has kSlots slots, used by calls in turn. A rank either writes rows into the slots of its peers
-// (exchange.cu, push) or into its own slot, from which the peers read them (announce_rows.cu, pull). Both proceed chunk
+// (put.cuh) or into its own slot, from which the peers read them (get_rows.cu: publish and pull). Both proceed chunk
 // by chunk: after the rows of a chunk are written, the writer stores the number of the call to a flag in the memory of
 // the reader (release, system scope), and the reader polls its local flag (acquire). When a rank begins its next call,
 // it signals to all ranks that it has finished reading the rows of the previous one; a writer waits for this before it
@@ -22,7 +22,7 @@ struct Control {
   // Number of the last call that sends, and that receives; thread blocks that have read the number of the current one
   // (count_block).
   u32 calls_published, calls_pulled, blocks_published, blocks_pulled;
-  u32 announced;        // number of the last call of announce_rows.cu: the rows for which attention waits
+  u32 get_call;         // number of the last call of get_rows.cu: the rows for which attention waits
   u32 left[kMaxRanks];  // [rank]: set by the rank's host when it no longer has this memory mapped
 };
 

@@ -1,9 +1,14 @@
 // Adds received rows to the rows of the result: each result is read once, its addends are added in a fixed order, and
 // it is written once.
 //
-// Compile-time: FROM, INTO, VECTOR (numbers.cuh).
+// Compile-time: FROM, INTO (element types of the addends and of the results), VECTOR (elements of an access).
 
 #include "numbers.cuh"
+#include "rows.cuh"
+
+using From = Vector<FROM, VECTOR>;
+using Into = Vector<INTO, VECTOR>;
+using Sum = Accumulator<FROM, INTO>;
 
 struct SumParams {
   RowTensors rows;     // from: received rows; to: results
@@ -14,17 +19,17 @@ struct SumParams {
 };
 
 DEVICE void add_row(const RowTensors& t, int i, i64 into, const i64* sources, i64 count, int unit) {
-  auto* result = reinterpret_cast<Vector<INTO>*>(t.to[i] + into * t.to_stride[i]) + unit;
-  const Vector<INTO> before = *result;
+  auto* result = reinterpret_cast<Into*>(t.to[i] + into * t.to_stride[i]) + unit;
+  const Into before = *result;
   Sum sum[VECTOR];
 #pragma unroll
   for (int j = 0; j < VECTOR; ++j) sum[j] = widen(before.at[j]);
   for (i64 k = 0; k < count; ++k) {
-    const auto part = reinterpret_cast<const Vector<FROM>*>(t.from[i] + sources[k] * t.from_stride[i])[unit];
+    const auto part = reinterpret_cast<const From*>(t.from[i] + sources[k] * t.from_stride[i])[unit];
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) sum[j] += widen(part.at[j]);
   }
-  Vector<INTO> after;
+  Into after;
 #pragma unroll
   for (int j = 0; j < VECTOR; ++j) after.at[j] = Narrow<INTO, Sum>::of(sum[j]);
   *result = after;

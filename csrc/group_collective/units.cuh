@@ -1,7 +1,7 @@
-// The unit in which rows are copied. Compile-time: UNIT (its bytes; divides all widths, strides and addresses).
+// The unit in which rows are copied, of kBytes bytes, which divide all widths, strides and addresses.
 #pragma once
 
-#include "rows.cuh"
+#include "../common/ptx.cuh"
 
 template <int kBytes>
 struct UnitOf;
@@ -25,4 +25,3 @@ template <>
 struct UnitOf<16> {
   using Type = uint4;
 };
-using Unit = UnitOf<UNIT>::Type;

@@ -22,7 +22,7 @@ from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.row_memory import with_rows
 from megatron_magi.comm.transport import may_use_peer_memory
 from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.call_list import Place, Step
+from megatron_magi.cuda.launch_list import Place, Step
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd

@@ -29,7 +29,7 @@ from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, Forward
 
 if TYPE_CHECKING:
     from megatron_magi.cuda.arriving import Arriving
-    from megatron_magi.cuda.call_list import CallList, Place, Step
+    from megatron_magi.cuda.launch_list import LaunchList, Place, Step
     from megatron_magi.cuda.layout import Layout, Like
     from megatron_magi.lru import LruCache
     from megatron_magi.operands.sparse_pattern import SparsePattern
@@ -216,7 +216,7 @@ class StepMover(Protocol):
     def version(self) -> tuple:
         """Changes when steps become invalid."""
 
-    def queue(self, calls: CallList, raw: int, *addresses: int) -> None:
+    def queue(self, calls: LaunchList, raw: int, *addresses: int) -> None:
         """Launches a list on the current stream, whose handle is ``raw``."""
 
 

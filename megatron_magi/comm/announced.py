@@ -22,7 +22,7 @@ from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import SLOT_ROWS, WIDEST, can_add
 from megatron_magi.comm.slots import sent_shift, slot_row_bytes
 from megatron_magi.cuda.arriving import Arriving, part_rows
-from megatron_magi.cuda.call_list import Field, Place, Step
+from megatron_magi.cuda.launch_list import Field, Place, Step
 from megatron_magi.cuda.layout import Like
 
 _ADD_ROUTE = 2  # index in `PeerTables.routes`
@@ -61,7 +61,7 @@ def announced_cast(
 
     def make() -> Arriving:
         found = mover.arriving(tensors, args, layout, into, sources, places)
-        return found._replace(step=_naming(found.step, "announce_rows", _OF_ANNOUNCING))
+        return found._replace(step=_naming(found.step, "get_rows", _OF_ANNOUNCING))
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
     return mover, found._replace(tensors=into, step=found.step._replace(numbers=_announced(args)))
@@ -83,7 +83,7 @@ def returned_sums(
         return None
 
     def make() -> Step:
-        return _naming(mover.adding(tensors, args, layout, into, sources, places), "exchange", _OF_ADDING)
+        return _naming(mover.adding(tensors, args, layout, into, sources, places), "put_sums", _OF_ADDING)
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
     return found._replace(numbers=_added(args, layout))

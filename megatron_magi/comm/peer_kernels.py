@@ -13,11 +13,11 @@ import torch
 from megatron_magi.comm.peers import PEERS
 from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, SLOT_ROWS, WIDEST, Rows
 from megatron_magi.cuda.build import build
-from megatron_magi.cuda.call_list import Patch, Place, Step
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
+from megatron_magi.cuda.launch_list import Patch, Place, Step
 
 SUM_LOADS = 2
-"""Loads in flight of a thread that adds rows: kSumLoads of exchange.cu."""
+"""Loads in flight of a thread that adds rows: kSumLoads of put_receive.cuh."""
 BULK_ROW_BYTES = 1024
 """Rows of at least this length are sent by TMA."""
 
@@ -40,16 +40,17 @@ class Shape(NamedTuple):
     num_lists: int = 1
 
 
+_PUT = Shape(768, 24, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2)
 SHAPES = {
-    "exchange": Shape(768, 24, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
-    "announce_rows": Shape(512, 64, "5QqQ2q", shared_bytes=4 * 12 * 4096, num_lists=2),
+    **dict.fromkeys(("put_rows", "put_rows_bulk", "put_sums", "put_sums_bulk"), _PUT),
+    "get_rows": Shape(512, 64, "5QqQ2q", shared_bytes=4 * 12 * 4096, num_lists=2),
 }
-"""24 blocks of ``exchange``: 16 reach 0.94 of the bandwidth of 128; sums need more."""
+"""24 blocks that put: 16 reach 0.94 of the bandwidth of 128; sums need more."""
 _MOST_PULLING = 16
 
 
 def blocks_of(name: str, share: int) -> int:
-    """Thread blocks of a kernel, each on an SM; ``exchange`` if it both sends and receives, next to other kernels.
+    """Thread blocks of a kernel, each on an SM; those that put if they both send and receive, next to other kernels.
 
     Args:
         share: SMs of the group, see `megatron_magi.comm.sm_budget`.
@@ -58,12 +59,12 @@ def blocks_of(name: str, share: int) -> int:
 
 
 def blocks_that_pull(num_blocks: int) -> int:
-    """Thread blocks of ``announce_rows`` that pull; the others publish."""
+    """Thread blocks of ``get_rows`` that pull; the others publish."""
     return min(_MOST_PULLING, max(num_blocks // 4, 1))
 
 
 def blocks_apart(share: int, sums: bool) -> tuple[int, int]:
-    """Thread blocks of ``exchange`` as two kernels, for sending and for receiving; sums are limited by the latter."""
+    """Thread blocks of a kernel that puts, as two launches, to send and to receive; sums are limited by the latter."""
     sending = max(share * 3 // 8, 1) if sums else share // 2
     return sending, share - sending
 
@@ -83,17 +84,17 @@ def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, t
     Args:
         partial, wide: dtypes of the rows that are summed, and of their sums. Rows are multiples of 16 bytes.
     """
-    vector, needed = WIDEST // partial.itemsize, [("announce_rows", (f"UNIT={WIDEST}",))]
+    vector, needed = WIDEST // partial.itemsize, [("get_rows", (f"UNIT={WIDEST}",))]
     for row_bytes in (1, BULK_ROW_BYTES):
-        needed.append(("exchange", exchange_defines(WIDEST, row_bytes)))
-        needed.append(("exchange", exchange_defines(WIDEST, row_bytes, (partial, wide), vector)))
+        needed.append(put_kernel(WIDEST, row_bytes))
+        needed.append(put_kernel(WIDEST, row_bytes, (partial, wide), vector))
     return [(_source(name), macros) for name, macros in needed]
 
 
-def exchange_defines(
+def put_kernel(
     unit: int, row_bytes: int, types: tuple[torch.dtype, ...] = (), vector: int = 0
-) -> tuple[str, ...]:
-    """Macros of exchange.cu.
+) -> tuple[str, tuple[str, ...]]:
+    """Name and macros of a kernel that puts rows into the memory of other ranks.
 
     Args:
         unit: bytes of an access to rows that are sent or copied.
@@ -102,10 +103,14 @@ def exchange_defines(
         vector: elements of an access if rows are added.
     """
     is_bulk = unit == WIDEST and row_bytes >= BULK_ROW_BYTES
-    defines = f"UNIT={unit}", f"BULK={int(is_bulk)}", f"SUMS={int(bool(types))}"
-    if not types:
-        return defines
-    return (*defines, f"FROM={ELEMENTS[types[0]]}", f"INTO={ELEMENTS[types[1]]}", f"VECTOR={vector}")
+    name = ("put_sums" if types else "put_rows") + ("_bulk" if is_bulk else "")
+    sent = () if is_bulk and types else (f"UNIT={unit}",)
+    return name, (
+        *sent,
+        f"FROM={ELEMENTS[types[0]]}",
+        f"INTO={ELEMENTS[types[1]]}",
+        f"VECTOR={vector}",
+    ) if types else sent
 
 
 def _source(name: str) -> str:

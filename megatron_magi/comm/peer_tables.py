@@ -21,7 +21,7 @@ PEER_SHIFT = 32
 NUM_ARRAYS = 5
 MAX_RANKS = 8
 ROUTE_WORDS = 3 * MAX_RANKS + 3
-"""Size of Route of ``csrc/group_collective/exchange.cu``, in words of 8 bytes."""
+"""Size of Route of ``csrc/group_collective/put.cuh``, in words of 8 bytes."""
 
 
 class PeerRows(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron_magi.cuda.call_list import Place, Step
+from megatron_magi.cuda.launch_list import Place, Step
 
 MOST_PARTS = 16
 """Most parts of the rows, each with its own flag: kMostParts of csrc/common/arrivals.cuh."""
@@ -18,7 +18,7 @@ _LEAST_PART_ROWS = 256
 
 
 class GateParams(ctypes.Structure):
-    """Gate of csrc/common/arrivals.cuh."""
+    """ArrivalBarrier of csrc/common/arrivals.cuh."""
 
     _fields_ = [
         ("call", ctypes.c_void_p), ("arrived", ctypes.c_void_p), ("broken", ctypes.c_void_p),

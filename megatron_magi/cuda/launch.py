@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_magi.cuda import driver as hopper_driver
-from megatron_magi.cuda.call_list import Field, MapRows, Patch, Place, Step
 from megatron_magi.cuda.driver import MAP_BYTES, Kernel
+from megatron_magi.cuda.launch_list import Field, MapRows, Patch, Place, Step
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.lru import LruCache
 
@@ -134,7 +134,7 @@ class Launch:
         num_blocks: int | str | None = None,
         overlaps: bool = False,
     ) -> Step:
-        """A copy of the launch as a step of a `CallList`.
+        """A copy of the launch as a step of a `LaunchList`.
 
         Args:
             fields: parameters that are addresses.

@@ -23,9 +23,9 @@ from megatron_magi.compat.keys import made_on_all_ranks
 from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import MagiConfig
 from megatron_magi.eager import outside_graphs
-from megatron_magi.hf.attention import WINDOWS, LayerMask, NoTensor, check_mask, check_no_window, document_bounds_of
 from megatron_magi.hf.batch_positions import check_positions, document_positions, num_axes_of, read
 from megatron_magi.hf.intervals import Intervals
+from megatron_magi.hf.layer_masks import WINDOWS, LayerMask, NoTensor, check_mask, check_no_window, document_bounds_of
 from megatron_magi.hf.mask_functions import Rows, Unknown, at_positions, intervals_of, parts_of, to_numpy
 from megatron_magi.mask import AttnMask
 from megatron_magi.operands.options import check_tensor

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_magi import envs
 from megatron_magi.mcore import seams
-from megatron_magi.mcore.argv import FLAG, OPTION, add_arguments
+from megatron_magi.mcore.argv import OPTION, add_arguments
 
 _ADD, _VALIDATE = "training.arguments:add_megatron_arguments", "training.arguments:validate_args"
 
@@ -54,42 +52,6 @@ def _backend(stock: Callable[[str], Any], names: list[str], text: str) -> Any:
         raise ArgumentTypeError(f"expected magi or one of {', '.join(names)}, got {text!r}") from None
 
 
-def check_argv() -> None:
-    """Refuses arguments that the checks would not see.
-
-    Raises:
-        ValueError: the process's command line asks for magi and for a YAML file of arguments.
-    """
-    if FLAG in sys.argv:
-        refuse_yaml()
-
-
-def refuse_yaml() -> None:
-    """Raises ValueError if the process's command line names a YAML file of arguments, which no check would see."""
-    if any(argument.partition("=")[0] == "--yaml-cfg" for argument in sys.argv):
-        raise ValueError("yaml_cfg: not supported; use --config FILE or give the arguments themselves")
-
-
-def is_magi() -> bool:
-    """Whether the command line asks for magi; there may be none, for models and data sets are built without, too."""
-    from megatron.training import global_vars
-
-    args = global_vars._GLOBAL_ARGS
-    return bool(args is not None and getattr(args, "magi_attention", False))
-
-
-def buffer_length(args: Namespace, num_sequences: int | None = None) -> int:
-    """Tokens a sequence in Megatron's tensors, all context-parallel ranks together; data has ``args.seq_length``.
-
-    Args:
-        args: a validated command line.
-        num_sequences: of a microbatch; ``args.micro_batch_size`` when None.
-    """
-    from megatron_magi.mcore.settings import magi_config, padded_seq_length
-
-    return padded_seq_length(args, magi_config(args, envs.load().default_config()).dispatch, num_sequences)
-
-
 def _validate_stock(stock: Callable, args: Namespace, defaults: Mapping[str, Any]) -> Any:
     """Validates in place for another attention backend."""
     from megatron_magi.mcore.validate import check_unused
@@ -102,11 +64,12 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
     """Validates in place: with our checks, Megatron's own (``stock``) and those of the result."""
     from megatron.training import arguments
 
-    from megatron_magi.mcore.settings import layer_masks
-    from megatron_magi.mcore.trainer import check_padding
+    from megatron_magi.mcore.settings import buffer_length, layer_masks
     from megatron_magi.mcore.validate import (
+        check_evaluation,
         check_full_validation,
         check_layout,
+        check_padding,
         chunk_notices,
         settle_arguments,
         validate_arguments,
@@ -133,8 +96,5 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
     layer_masks(args)
     if args.full_validation:
         check_full_validation(args, padded, buffer_length(args, num_sequences=1))
-    if getattr(args, "eval_micro_batch_size", args.micro_batch_size) != args.micro_batch_size:
-        raise ValueError(
-            f"eval_micro_batch_size: must be micro_batch_size={args.micro_batch_size}, got {args.eval_micro_batch_size}"
-        )
+    check_evaluation(args)
     return result

@@ -8,7 +8,7 @@ the shard (`planner`); a microbatch that comes without a plan is planned when it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +43,16 @@ class LocalBatch:
     padding_mask: torch.Tensor | None
     params: MagiSeqParams
     documents: torch.Tensor | None
+
+
+class ReadBatches(Iterator[LocalBatch]):
+    """Microbatches that have been read and dispatched, in the place of a data iterator."""
+
+    def __init__(self, batches: Sequence[LocalBatch]) -> None:
+        self._left = iter(batches)
+
+    def __next__(self) -> LocalBatch:
+        return next(self._left)
 
 
 class _Begun(NamedTuple):

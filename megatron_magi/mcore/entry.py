@@ -13,6 +13,7 @@ import torch
 from megatron_magi import envs
 from megatron_magi.mcore.config_file import expand_config
 from megatron_magi.mcore.installation import install
+from megatron_magi.mcore.validate import check_model, refuse_yaml
 
 _ARGS_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """What Megatron's GPT script takes where the command line says nothing."""
@@ -77,30 +78,10 @@ def _parse() -> Namespace:
         take_back()
     from megatron.training import arguments
 
-    from megatron_magi.mcore.arguments import refuse_yaml
-
     refuse_yaml()
     args = arguments.parse_and_validate_args(args_defaults=_ARGS_DEFAULTS)
-    _check_model(args)
+    check_model(args)
     return args
-
-
-def _check_model(args: Namespace) -> None:
-    """Refuses models that Megatron builds otherwise, as it builds a GPT of what the command line says of them.
-
-    Raises:
-        ValueError: one is asked for.
-    """
-    if args.hybrid_layer_pattern is not None:
-        raise ValueError(
-            "hybrid_layer_pattern: this script trains GPTs, which have attention and an MLP in every layer; hybrid "
-            "models need a script of their own, which builds HybridModel"
-        )
-    if args.position_embedding_type == "mrope":
-        raise ValueError(
-            "position_embedding_type: mrope needs three position ids a token, this script's data sets have one; "
-            "give rope, which is the same for text"
-        )
 
 
 def _embedding_ranks(args: Namespace, config: Any, pp_ranks: list[int]) -> list[int]:

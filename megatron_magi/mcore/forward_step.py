@@ -20,16 +20,14 @@ from megatron_magi.calibration import with_present_rates
 from megatron_magi.comm.transport import peer_collectives
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import loader
-from megatron_magi.mcore.arguments import buffer_length
-from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
-from megatron_magi.mcore.graphs import ReadBatches
+from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch, ReadBatches
 from megatron_magi.mcore.groups import make_agreement_group
 from megatron_magi.mcore.kernels import compile_ahead
 from megatron_magi.mcore.look_ahead import LookAhead, look_ahead_of
 from megatron_magi.mcore.loss import averages_reports, microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import Planner
-from megatron_magi.mcore.settings import captures, layer_masks, magi_config, summary, with_nodes
+from megatron_magi.mcore.settings import buffer_length, captures, layer_masks, magi_config, summary, with_nodes
 from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, run_model
 from megatron_magi.ops.slice_passes import why_not
 from megatron_magi.upload import current_device
@@ -148,7 +146,12 @@ class MagiForwardStep:
     Args:
         make_dispatcher: called by `prepare`.
         loss_log: told the plan of each training microbatch, if given.
+
+    Attributes:
+        takes_read_batches: its data iterator may be `ReadBatches`, as in captured iterations.
     """
+
+    takes_read_batches = True
 
     def __init__(self, make_dispatcher: Callable[[], BatchDispatcher], loss_log: LossLog | None = None) -> None:
         self._make_dispatcher = make_dispatcher

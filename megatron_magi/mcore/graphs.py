@@ -10,7 +10,7 @@ of a group.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -24,10 +24,10 @@ from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.comm.group_collective import forget_graphs
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import seams
-from megatron_magi.mcore.arguments import is_magi
-from megatron_magi.mcore.batch import LocalBatch
+from megatron_magi.mcore.batch import LocalBatch, ReadBatches
 from megatron_magi.mcore.carrier import Window
 from megatron_magi.mcore.look_ahead import look_ahead_of
+from megatron_magi.mcore.settings import is_magi
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.types import Runtime
 
@@ -35,16 +35,6 @@ Plans = Mapping[str, RankPlan]
 _MOST_GROWTHS = 8
 _WRAPPER = "training.training:FullCudaGraphWrapper"
 logger = logging.getLogger(__name__)
-
-
-class ReadBatches(Iterator[LocalBatch]):
-    """Microbatches that have been read and dispatched, in the place of a data iterator."""
-
-    def __init__(self, batches: Sequence[LocalBatch]) -> None:
-        self._left = iter(batches)
-
-    def __next__(self) -> LocalBatch:
-        return next(self._left)
 
 
 class StaticLayerPlans:
@@ -154,12 +144,10 @@ class GraphedIterations(FullCudaGraphWrapper):
         Raises:
             ValueError: the forward step is not the one of `megatron_magi.mcore.entry`.
         """
-        from megatron_magi.mcore.forward_step import MagiForwardStep
-
         if not is_magi():
             return super().__call__(**kwargs)
         stage, step = "validation" if kwargs["forward_only"] else "training", kwargs["forward_step_func"]
-        if type(step) is not MagiForwardStep:
+        if not getattr(step, "takes_read_batches", False):
             raise ValueError(
                 "cuda_graph_impl: full_iteration needs the forward step of pretrain_scripts/pretrain_gpt.py"
             )

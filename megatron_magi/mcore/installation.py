@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_magi import cpu_device
 from megatron_magi.mcore.argv import rewrite_argv
+from megatron_magi.mcore.validate import check_argv
 from megatron_magi.mcore.versions import check_version
 
 
@@ -33,9 +34,9 @@ def install(expand: Callable[[Sequence[str]], Sequence[str]] = list) -> None:
     check_version()
     on_cpu = cpu_device.install()
     sys.argv = [sys.argv[0], *rewrite_argv(expand(sys.argv[1:]))]
+    check_argv()
     from megatron_magi.mcore import arguments, seams, wheel_repairs
 
-    arguments.check_argv()
     seams.check(on_cpu=on_cpu)
     if on_cpu:
         from megatron_magi.mcore import without_gpu

@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from megatron_magi.mcore import seams
-from megatron_magi.mcore.arguments import is_magi
 from megatron_magi.mcore.planner import Fields, PlannedBatch, Planner
 from megatron_magi.parcel import Sendable
 
@@ -103,6 +102,8 @@ def install(planner: Planner) -> None:
     """Makes data loaders that Megatron builds from now on plan with ``planner``; a user's own stay as they are."""
     from megatron.core.datasets.utils import Split
     from megatron.training import get_args
+
+    from megatron_magi.mcore.settings import is_magi
 
     stock = seams.original(_BUILD)
 

@@ -14,11 +14,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megatron_magi.mcore import seams
-from megatron_magi.mcore.arguments import is_magi
 from megatron_magi.mcore.batch import LocalBatch
 from megatron_magi.mcore.carrier import MagiSeqParams, carrier_of
 from megatron_magi.mcore.layer_spec import check_attention, replace_core_attention
 from megatron_magi.mcore.rotary import LatentRotary, select_positions, unslice
+from megatron_magi.mcore.settings import is_magi
 
 _BUILT = "training.models.gpt:GPTModel"
 # Where these are in what GPTModel._preprocess returns.

@@ -8,14 +8,23 @@ from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
+from megatron_magi import envs
 from megatron_magi.checks import renamed
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.envs import Environment
 from megatron_magi.mask.builders import causal
 from megatron_magi.mask.source import LayerMasks, MaskSource, load_function
-from megatron_magi.mcore.carrier import Window
 from megatron_magi.mcore.core_attention import layer_window
+from megatron_magi.mcore.validate import check_config, check_masks
 from megatron_magi.plan import make_dispatch
+
+
+def is_magi() -> bool:
+    """Whether the command line asks for magi; there may be none, for models and data sets are built without, too."""
+    from megatron.training import global_vars
+
+    args = global_vars._GLOBAL_ARGS
+    return bool(args is not None and getattr(args, "magi_attention", False))
 
 
 def magi_config(args: Namespace, default: MagiConfig) -> MagiConfig:
@@ -28,11 +37,7 @@ def magi_config(args: Namespace, default: MagiConfig) -> MagiConfig:
     Raises:
         ValueError: ``default`` asks for uneven shards, or for sums of gradients that are summed already.
     """
-    if default.comm.dsink_all_reduce == "sum" and args.softmax_type == "learnable" and args.context_parallel_size > 1:
-        raise ValueError(
-            "dsink_all_reduce: 'sum' adds up gradients of sinks that Megatron adds up again; give 'none' "
-            "(MAGI_ATTENTION_DSINK_ALL_REDUCE_OP)"
-        )
+    check_config(args, default)
     tp_size = args.tensor_model_parallel_size
     is_mla = args.multi_latent_attention
     num_kv = args.num_attention_heads if is_mla or not args.group_query_attention else args.num_query_groups
@@ -81,13 +86,21 @@ def _dispatch_config(args: Namespace, default: DispatchConfig) -> DispatchConfig
 
     Matrix products in FP8 take numbers of tokens that are multiples of 16 or 32, on each of these ranks too.
     """
-    if default.uneven_shard:
-        raise ValueError("uneven_shard: Megatron's pipeline stages exchange tensors of one shape; drop it")
     per_sequence = args.tensor_model_parallel_size if args.sequence_parallel else 1
     if args.fp8 is not None:
         per_sequence *= 32 if args.fp8_recipe == "mxfp8" else 16
     chunk_size = default.chunk_size if args.magi_chunk_size is None else args.magi_chunk_size
     return replace(default, alignment=args.micro_batch_size * per_sequence, chunk_size=chunk_size)
+
+
+def buffer_length(args: Namespace, num_sequences: int | None = None) -> int:
+    """Tokens a sequence in Megatron's tensors, all context-parallel ranks together; data has ``args.seq_length``.
+
+    Args:
+        args: a validated command line.
+        num_sequences: of a microbatch; ``args.micro_batch_size`` when None.
+    """
+    return padded_seq_length(args, magi_config(args, envs.load().default_config()).dispatch, num_sequences)
 
 
 def padded_seq_length(args: Namespace, config: DispatchConfig, num_sequences: int | None = None) -> int:
@@ -144,7 +157,7 @@ def layer_masks(args: Namespace) -> LayerMasks:
     if args.magi_layer_masks is not None:
         choose = load_function(args.magi_layer_masks, "magi_layer_masks")
         layers = [_mask_of_layer(choose, number + 1, args.magi_layer_masks) for number in range(args.num_layers)]
-    _check_masks(args, default, [own for own in layers if own is not None], windows)
+    check_masks(args, default, [own for own in layers if own is not None], windows)
     return LayerMasks(default, layers, windows)
 
 
@@ -163,23 +176,3 @@ def _mask_of_layer(choose: Callable, number: int, text: str) -> MaskSource | Non
             "--magi-mask takes it, or None"
         )
     return MaskSource.parse(found, "magi_layer_masks")
-
-
-def _check_masks(args: Namespace, default: MaskSource, layers: list[MaskSource], windows: list[Window]) -> None:
-    has_window = any(window is not None for window in windows)
-    if has_window and (layers or default != MaskSource("documents")):
-        raise ValueError(
-            "window_size: its layers have windows inside documents and not the mask of --magi-mask; drop it and name "
-            "sliding_window for these layers by --magi-layer-masks"
-        )
-    if has_window and args.window_size[1] != 0:
-        raise ValueError(
-            f"window_size: a causal window ends at the query, got {args.window_size[0]},{args.window_size[1]}; give "
-            f"{args.window_size[0]},0, or name sliding_window with its right side by --magi-layer-masks"
-        )
-    names = {source.text for source in (default, *layers)}
-    if args.mtp_num_layers and "prefix_tree" in names:
-        raise ValueError(
-            "mtp_num_layers: multi-token prediction takes the next row for the next token, which in a prefix_tree "
-            "may be another sample's"
-        )

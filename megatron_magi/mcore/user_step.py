@@ -14,12 +14,12 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 
 from megatron_magi.mcore import seams
-from megatron_magi.mcore.arguments import buffer_length, is_magi
 from megatron_magi.mcore.batch import LocalBatch
 from megatron_magi.mcore.forward_step import MagiForwardStep, make_dispatcher
 from megatron_magi.mcore.loss import averages_reports, mean_report
 from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import SEQUENCES
+from megatron_magi.mcore.settings import buffer_length, is_magi
 from megatron_magi.mcore.stock_step import StockForwardStep
 
 _PRETRAIN = ("training.training:pretrain", "training:pretrain")
@@ -49,6 +49,8 @@ class UserForwardStep(MagiForwardStep):
         make_dispatcher: called by `prepare`.
         loss_log: told the plan of each training microbatch, if given.
     """
+
+    takes_read_batches = False
 
     def __init__(self, step: Callable, make_dispatcher: Callable, loss_log: LossLog | None = None) -> None:
         super().__init__(make_dispatcher, loss_log)

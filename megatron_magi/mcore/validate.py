@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import math
+import sys
 from argparse import Namespace
+from collections.abc import Sequence
 
 from megatron_magi import envs
 from megatron_magi.checks import int_at_least
+from megatron_magi.config import MagiConfig
+from megatron_magi.mask.source import MaskSource
+from megatron_magi.mcore.argv import FLAG
 from megatron_magi.plan.nodes import nodes_in_use
 
 _ROUTER = "moe_router", "moe_preprocess"
 _GRAPH_MODULES = {"local": _ROUTER, "transformer_engine": ("mlp", *_ROUTER)}
 """What graphs of layers may hold. Megatron's own are of a whole layer for each other module that is named."""
+
+
+def check_argv() -> None:
+    """Refuses arguments that the checks would not see.
+
+    Raises:
+        ValueError: the process's command line asks for magi and for a YAML file of arguments.
+    """
+    if FLAG in sys.argv:
+        refuse_yaml()
+
+
+def refuse_yaml() -> None:
+    """Raises ValueError if the process's command line names a YAML file of arguments, which no check would see."""
+    if any(argument.partition("=")[0] == "--yaml-cfg" for argument in sys.argv):
+        raise ValueError("yaml_cfg: not supported; use --config FILE or give the arguments themselves")
 
 
 def validate_arguments(args: Namespace) -> None:
@@ -122,6 +143,42 @@ def check_full_validation(args: Namespace, padded: int, padded_alone: int) -> No
     )
 
 
+def check_evaluation(args: Namespace) -> None:
+    """Refuses evaluations with another number of sequences a microbatch.
+
+    Args:
+        args: a command line that Megatron has validated.
+
+    Raises:
+        ValueError: they have another.
+    """
+    if getattr(args, "eval_micro_batch_size", args.micro_batch_size) != args.micro_batch_size:
+        raise ValueError(
+            f"eval_micro_batch_size: must be micro_batch_size={args.micro_batch_size}, got {args.eval_micro_batch_size}"
+        )
+
+
+def check_padding(args: Namespace, seq_length: int) -> None:
+    """Refuses padding where Megatron sizes further buffers by ``args.seq_length``, or counts it.
+
+    Args:
+        args: a validated command line.
+        seq_length: tokens a sequence in Megatron's tensors, all context-parallel ranks together.
+
+    Raises:
+        ValueError: an option has buffers or means of its own and the length is padded.
+    """
+    if seq_length == args.seq_length:
+        return
+    advice = f"this sequence length is padded from {args.seq_length} to {seq_length}; give --seq-length {seq_length}"
+    if args.tp_comm_overlap:
+        raise ValueError(f"tp_comm_overlap: its buffers do not know that {advice}")
+    if args.cuda_graph_impl == "transformer_engine":
+        raise ValueError(f"cuda_graph_impl: transformer_engine captures without knowing that {advice}")
+    if args.num_experts:
+        _check_padded_experts(args, advice)
+
+
 def check_layout(args: Namespace) -> None:
     """Refuses multi-token prediction in a later model chunk of the first pipeline stage.
 
@@ -145,6 +202,76 @@ def check_layout(args: Namespace) -> None:
         raise ValueError(
             f"pipeline_model_parallel_layout: {layout} has multi-token prediction in a later chunk of the first "
             "pipeline stage, where Megatron does not add up the gradients of the embedding; move it to another stage"
+        )
+
+
+def check_config(args: Namespace, default: MagiConfig) -> None:
+    """Refuses a configuration, as the environment gives it, that does not go with Megatron.
+
+    Args:
+        args: a validated command line.
+        default: what holds where the command line says nothing.
+
+    Raises:
+        ValueError: it asks for uneven shards, or for sums of gradients that are summed already.
+    """
+    if default.comm.dsink_all_reduce == "sum" and args.softmax_type == "learnable" and args.context_parallel_size > 1:
+        raise ValueError(
+            "dsink_all_reduce: 'sum' adds up gradients of sinks that Megatron adds up again; give 'none' "
+            "(MAGI_ATTENTION_DSINK_ALL_REDUCE_OP)"
+        )
+    if default.dispatch.uneven_shard:
+        raise ValueError("uneven_shard: Megatron's pipeline stages exchange tensors of one shape; drop it")
+
+
+def check_masks(
+    args: Namespace, default: MaskSource, layers: Sequence[MaskSource], windows: Sequence[tuple[int, int] | None]
+) -> None:
+    """Refuses masks that do not fit each other or the other arguments.
+
+    Args:
+        args: a validated command line.
+        default: the mask of ``--magi-mask``, or what holds without.
+        layers: masks of layers that have their own.
+        windows: of all layers.
+
+    Raises:
+        ValueError: there is one.
+    """
+    has_window = any(window is not None for window in windows)
+    if has_window and (layers or default != MaskSource("documents")):
+        raise ValueError(
+            "window_size: its layers have windows inside documents and not the mask of --magi-mask; drop it and name "
+            "sliding_window for these layers by --magi-layer-masks"
+        )
+    if has_window and args.window_size[1] != 0:
+        raise ValueError(
+            f"window_size: a causal window ends at the query, got {args.window_size[0]},{args.window_size[1]}; give "
+            f"{args.window_size[0]},0, or name sliding_window with its right side by --magi-layer-masks"
+        )
+    names = {source.text for source in (default, *layers)}
+    if args.mtp_num_layers and "prefix_tree" in names:
+        raise ValueError(
+            "mtp_num_layers: multi-token prediction takes the next row for the next token, which in a prefix_tree "
+            "may be another sample's"
+        )
+
+
+def check_model(args: Namespace) -> None:
+    """Refuses models that Megatron builds otherwise, as it builds a GPT of what the command line says of them.
+
+    Raises:
+        ValueError: one is asked for.
+    """
+    if args.hybrid_layer_pattern is not None:
+        raise ValueError(
+            "hybrid_layer_pattern: this script trains GPTs, which have attention and an MLP in every layer; hybrid "
+            "models need a script of their own, which builds HybridModel"
+        )
+    if args.position_embedding_type == "mrope":
+        raise ValueError(
+            "position_embedding_type: mrope needs three position ids a token, this script's data sets have one; "
+            "give rope, which is the same for text"
         )
 
 
@@ -262,3 +389,26 @@ def _check_full_iteration(args: Namespace) -> None:
     for name, is_given in unfit.items():
         if is_given:
             raise ValueError(f"cuda_graph_impl: full_iteration does not work with {name} and --attention-backend magi")
+
+
+def _check_padded_experts(args: Namespace, advice: str) -> None:
+    # Of a layer in chunks, and of one whose communication is overlapped, the router is not given the mask of padding.
+    unmasked = {
+        "overlap_moe_expert_parallel_comm": args.overlap_moe_expert_parallel_comm,
+        "mlp_chunks_for_training": args.mlp_chunks_for_training > 1,
+    }
+    for name, is_given in unmasked.items():
+        if is_given and _router_counts_tokens(args):
+            raise ValueError(f"{name}: Megatron's router takes padding for tokens there; {advice}")
+    balancing = args.moe_router_load_balancing_type
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in (balancing if isinstance(balancing, list) else [balancing]):
+            raise ValueError(f"moe_router_load_balancing_type: {kind} takes padding for tokens; {advice}")
+    if args.moe_expert_capacity_factor is not None:
+        raise ValueError(f"moe_expert_capacity_factor: padding would take the place of tokens; {advice}")
+
+
+def _router_counts_tokens(args: Namespace) -> bool:
+    """Whether the numbers of tokens of experts enter a loss or a bias, and not only the order of their work."""
+    coefficients = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, list) else [args.moe_aux_loss_coeff]
+    return bool(any(coefficients) or args.moe_z_loss_coeff or args.moe_router_enable_expert_bias)

@@ -66,7 +66,7 @@ def attend(
 
 
 OF_A_MASK = (
-    "tiles", "passes", "bounds", "step", "items", "numbers", "counter", "num_tiles", "num_items", "num_key_sums",
+    "tiles", "segments", "bounds", "step", "items", "numbers", "counter", "num_tiles", "num_items", "num_key_sums",
     "heads_inner", "splits", "head_section", "long_blocks", "stats_row",
 )  # fmt: skip
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from megatron_magi.attention import fused_comm
 from megatron_magi.attention.collective_args import joined_cast, joined_transfer
 from megatron_magi.backends.registry import backend_that
-from megatron_magi.backends.sm90 import gated, kernels, params
+from megatron_magi.backends.sm90 import fused_forward, kernels, params
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.choices import Problem, RowTiles, backward_choice
-from megatron_magi.backends.sm90.one_launch import backward_pays
 from megatron_magi.backends.sm90.plan import HostPlan
+from megatron_magi.backends.sm90.program import backward_pays
 from megatron_magi.backends.sm90.schedule import Schedule, local_first
 from megatron_magi.backends.sm90.tiles import GAP
 from megatron_magi.comm import peer_kernels, transport
@@ -83,7 +83,7 @@ def test_the_mask_over_all_keys_is_the_mask(seed, num_ranks, degree):
     for rank in range(num_ranks if plan.degree else 0):
         rank_plan = plan.for_rank(rank)
         tokens = buffer_tokens(plan, rank, joined_transfer(rank_plan))
-        rows, first = plan.dispatch.global_index(rank), gated.first_arriving(rank_plan.num_rows)
+        rows, first = plan.dispatch.global_index(rank), fused_forward.first_arriving(rank_plan.num_rows)
         found = dense_bands(fused_comm.joined_bands(rank_plan, PROGRAMS), rank_plan.num_rows, first + len(tokens))
         own, later = found[:, : rank_plan.num_rows], found[:, first:]
         assert not found[:, rank_plan.num_rows : first].any()
@@ -128,19 +128,21 @@ def test_tiles_cover_the_mask_and_no_tile_or_block_has_keys_of_both_kinds(mask, 
         rank_plan = plan.for_rank(rank)
         bands = fused_comm.joined_bands(rank_plan, PROGRAMS)
         num_later = joined_transfer(rank_plan).num_recv
-        num_rows, first = rank_plan.num_rows, gated.first_arriving(rank_plan.num_rows)
+        num_rows, first = rank_plan.num_rows, fused_forward.first_arriving(rank_plan.num_rows)
         num_keys = first + num_later
         problem = Problem(num_rows, num_rows + num_later, 8, 2, (128, 128), (128, 128))
         dense = dense_bands(bands, num_rows, num_keys).astype(int)
         for shape in kernels.FORWARD_TILES[128, 128]:
-            host = hopper_plan.make_host_plan(bands, gated.row_tiling(problem, RowTiles(shape, 1), num_later, 132))
+            host = hopper_plan.make_host_plan(
+                bands, fused_forward.row_tiling(problem, RowTiles(shape, 1), num_later, 132)
+            )
             np.testing.assert_array_equal(covered(host, *shape, dense.shape), dense)
             _, passes, _ = tables(host, shape[0])
             own = passes[:, 0] < first
             assert (passes[own, 0] < num_rows).all()
             assert (passes[own, 0] + passes[own, 1] * shape[1] <= first).all()
         choice = backward_choice(hopper_plan.mask_facts(bands), problem, False)
-        host = hopper_plan.make_host_plan(bands, gated.key_tiling(problem, choice, num_later, 132))
+        host = hopper_plan.make_host_plan(bands, fused_forward.key_tiling(problem, choice, num_later, 132))
         count = covered(host, *choice.shape, dense.T.shape)
         np.testing.assert_array_equal(count, dense.T)
         tiles, _, _ = tables(host, choice.shape[0])
@@ -154,7 +156,7 @@ def test_tiles_cover_the_mask_and_no_tile_or_block_has_keys_of_both_kinds(mask, 
 def test_tiles_that_need_not_wait_come_first_as_many_as_fill_the_time():
     rank_plan = plan_of(builders.varlen(doc_lengths=[600, 3000, 480, 16]), 2, 1).for_rank(1)
     bands, num_arriving = fused_comm.joined_bands(rank_plan, PROGRAMS), joined_transfer(rank_plan).num_recv
-    first = gated.first_arriving(2048)
+    first = fused_forward.first_arriving(2048)
     plain = hopper_plan.make_host_plan(bands, hopper_plan.Tiling(False, 2048, (128, 128)))
 
     def waits(host):
@@ -183,24 +185,24 @@ def test_items_of_own_keys_come_first_as_many_as_fill_the_time():
 
 def test_who_waits_keeps_nobody_from_arriving():
     """Kernels that wait start when those that bring rows have all their blocks on SMs, which are few."""
-    text = (source_root() / "group_collective/announce_rows.cu").read_text()
-    body = text[text.index("magi_announce_rows(const") :]
+    text = (source_root() / "group_collective/get_rows.cu").read_text()
+    body = text[text.index("magi_get_rows(const") :]
     start = body.index("let_next_kernel_start();")
     assert start < body.index("publish(p,") and start < body.index("pull(p,"), "before it waits for anybody"
-    assert body.index("mine->announced = call;") < start, "whoever waits reads which call"
-    assert peer_kernels.SHAPES["announce_rows"].num_blocks <= 64
+    assert body.index("mine->get_call = call;") < start, "whoever waits reads which call"
+    assert peer_kernels.SHAPES["get_rows"].num_blocks <= 64
     for name in ("forward", "backward"):
         text = (source_root() / f"attention/sm90/{name}.cu").read_text()
-        assert "if (!GATED) await_earlier_kernels();" in text, "else it would wait for all rows"
+        assert "if (!STREAM_KV) await_earlier_kernels();" in text, "else it would wait for all rows"
 
 
 def test_what_is_told_of_arrivals_is_what_the_kernels_read():
     text = (source_root() / "common/arrivals.cuh").read_text()
     assert f"kMostParts = {arriving.MOST_PARTS};" in text and arriving.FLAG_BYTES == 8 * arriving.MOST_PARTS
-    gate = re.search(r"struct Gate {(.*?)};", text, re.DOTALL).group(1)
+    gate = re.search(r"struct ArrivalBarrier {(.*?)};", text, re.DOTALL).group(1)
     names = re.findall(r"[\s*](\w+)[,;]", re.sub(r"//.*", "", gate))
     assert names == [name for name, _ in arriving.GateParams._fields_]
-    assert ctypes.sizeof(arriving.GateParams) == 56 and params.GatedForwardParams.gate.offset % 8 == 0
+    assert ctypes.sizeof(arriving.GateParams) == 56 and params.GatedForwardParams.arrival_barrier.offset % 8 == 0
     for num_rows in (1, 255, 4096, 1 << 20):
         assert -(-num_rows // arriving.part_rows(num_rows)) <= arriving.MOST_PARTS
     assert max(n for tiles in kernels.FORWARD_TILES.values() for _, n in tiles) < GAP

@@ -10,9 +10,9 @@ import torch
 
 from megatron_magi.attention import AttnShape, needed_kernels
 from megatron_magi.backends.sm90 import attention as hopper
-from megatron_magi.backends.sm90 import gated, gated_backward
+from megatron_magi.backends.sm90 import fused_backward, fused_forward
 from megatron_magi.backends.sm90 import kernels as hopper_kernels
-from megatron_magi.backends.sm90.one_launch import backward_pays
+from megatron_magi.backends.sm90.program import backward_pays
 from megatron_magi.comm import peer_kernels, row_memory
 from megatron_magi.comm.impl import cuda_rows
 from megatron_magi.comm.row_layout import RowLayout
@@ -86,20 +86,22 @@ def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatc
         for lengths in MASKS:
             bands = builders.varlen(doc_lengths=lengths, causal=True).bands
             n = int(bands[:, 1].max())
-            bands = np.concatenate([bands, [(0, n, gated.first_arriving(n), gated.first_arriving(n) + 7, *FAR)]])
+            bands = np.concatenate(
+                [bands, [(0, n, fused_forward.first_arriving(n), fused_forward.first_arriving(n) + 7, *FAR)]]
+            )
             q, out, (k, v) = rows(n, 16, dims[0]), rows(n, 16, dims[1]), (rows(n, 2, dim) for dim in dims)
             later = Arriving([rows(7, 2, dim) for dim in dims], (("r", 0), ("r", 8)), (), 0, 0, 0, 0, 0)
             lse = torch.empty(n, 16)
-            use, operands = gated.PassUse(options, 0), (ForwardInputs(q, k, v), ForwardOutput(out, lse))
-            form = gated.forward_pass(*operands, 7, bands, use).form
-            gated.forward_step(*operands, later, form, use, max_logits=False)
+            use, operands = fused_forward.PassUse(options, 0), (ForwardInputs(q, k, v), ForwardOutput(out, lse))
+            form = fused_forward.forward_pass(*operands, 7, bands, use).form
+            fused_forward.forward_step(*operands, later, form, use, max_logits=False)
             if backward_pays(dims):
-                sent = gated_backward.Sent(later, (("r", 16), ("r", 24)), moves=True, returns=True)
-                lie = gated_backward.BackwardTensors((q, k, v, out), out, lse, (q, k, v))
-                known = gated_backward.backward_pass(lie, 7, bands, use)
-                gated_backward.backward_steps(lie, sent, known, use, wants_delta=False)
-    gates = {kernel for kernel in needed_kernels(shape, config, 2) if "GATED=1" in kernel[1]}
-    assert {kernel for kernel in asked if "GATED=1" in kernel[1]} == gates
+                sent = fused_backward.Sent(later, (("r", 16), ("r", 24)), moves=True, returns=True)
+                lie = fused_backward.BackwardTensors((q, k, v, out), out, lse, (q, k, v))
+                known = fused_backward.backward_pass(lie, 7, bands, use)
+                fused_backward.backward_steps(lie, sent, known, use, wants_delta=False)
+    gates = {kernel for kernel in needed_kernels(shape, config, 2) if "STREAM_KV=1" in kernel[1]}
+    assert {kernel for kernel in asked if "STREAM_KV=1" in kernel[1]} == gates
     assert asked <= set(needed_kernels(shape, config, 2))
 
 
@@ -158,9 +160,9 @@ def test_rows_travel_between_gpus_by_the_kernels_that_are_compiled(dtype: torch.
     wanted = set(needed_kernels(shape, config, 2))
     for row_bytes in (256, 4096):
         for sums in ((), ((partial, torch.float32), vector)):
-            macros = peer_kernels.exchange_defines(widest, row_bytes, *sums)
-            assert ("group_collective/exchange.cu", macros) in wanted
-    assert ("group_collective/announce_rows.cu", (f"UNIT={widest}",)) in wanted
+            name, macros = peer_kernels.put_kernel(widest, row_bytes, *sums)
+            assert (f"group_collective/{name}.cu", macros) in wanted
+    assert ("group_collective/get_rows.cu", (f"UNIT={widest}",)) in wanted
 
 
 def test_nothing_is_compiled_where_other_implementations_compute() -> None:

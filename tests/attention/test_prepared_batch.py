@@ -15,14 +15,14 @@ import torch.distributed as dist
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, fused_comm, prepare_batch
 from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.backends.sm90 import backward as hopper_backward
-from megatron_magi.backends.sm90 import gated, gated_backward
-from megatron_magi.backends.sm90 import one_launch as hopper_one_launch
+from megatron_magi.backends.sm90 import fused_backward, fused_forward
 from megatron_magi.backends.sm90 import plan as hopper_plan
+from megatron_magi.backends.sm90 import program as hopper_one_launch
 from megatron_magi.comm import cast_args
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import driver
 from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.call_list import Step
+from megatron_magi.cuda.launch_list import Step
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import make_plan
@@ -168,7 +168,7 @@ def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone,
                         0
                     ]
                     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
-        assert {"forward", "prepare"} <= set(launched)
+        assert {"forward", "preprocess"} <= set(launched)
 
 
 def test_tables_of_stages_stay_closed_until_a_pass_goes_by_stages(monkeypatch, one_rank_alone):
@@ -191,8 +191,8 @@ def test_tables_of_stages_stay_closed_until_a_pass_goes_by_stages(monkeypatch, o
 @pytest.mark.parametrize(
     ("mask", "backward"),
     [
-        ("causal", ["prepare", "backward", "finish_keys", "prepare", "backward", "finish_keys", "finish_dq"]),
-        ("many", ["prepare", "backward", "backward", "finish_dq"]),
+        ("causal", [*["preprocess", "backward", "postprocess_keys"] * 2, "postprocess_dq"]),
+        ("many", ["preprocess", "backward", "backward", "postprocess_dq"]),
     ],
 )
 def test_stages_share_statistics_and_sums_of_dq(monkeypatch, one_rank_alone, mask, backward):
@@ -219,9 +219,9 @@ def test_stages_share_statistics_and_sums_of_dq(monkeypatch, one_rank_alone, mas
 @pytest.mark.parametrize(
     ("mask", "options", "is_only", "backward"),
     [
-        ("causal", {}, True, ["backward", "finish_keys", "exchange", "finish_dq"]),
-        ("many", {}, True, ["backward", "exchange", "finish_dq"]),
-        ("many", {}, False, ["backward", "exchange", "finish_dq"]),
+        ("causal", {}, True, ["backward", "postprocess_keys", "exchange", "postprocess_dq"]),
+        ("many", {}, True, ["backward", "exchange", "postprocess_dq"]),
+        ("many", {}, False, ["backward", "exchange", "postprocess_dq"]),
         ("many", {"deterministic": True}, True, ["backward", "exchange", "backward_queries"]),
         # With several groups nothing keeps SMs while it waits for ranks.
         ("many", {"deterministic": True}, False, ["backward", "backward_queries", "exchange"]),
@@ -239,7 +239,7 @@ def test_one_launch_queues_at_most_eight_kernels_that_are_prepared_once(
     plan, native = make_plan(MASKS[mask], config, 2).for_rank(0), one_rank_alone.native
     native.is_only = is_only
     shape = SHAPE._replace(num_heads_q=8 if mask == "causal" else 2)
-    expected = ["announce", "forward", "announce", "prepare", *backward]
+    expected = ["announce", "forward", "announce", "preprocess", *backward]
     assert len(expected) <= 8
     overlapping = {}
     with fake_driver(monkeypatch) as launched:
@@ -258,8 +258,8 @@ def test_one_launch_queues_at_most_eight_kernels_that_are_prepared_once(
             torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
             assert launched == expected and native.asked == asked, call
     # What finishes dq takes it that the kernels before the exchange are complete; what computes dq does not.
-    rest = "backward_queries" if "backward_queries" in backward else "finish_dq"
-    assert overlapping["prepare"] and overlapping[rest] and not overlapping["announce"]
+    rest = "backward_queries" if "backward_queries" in backward else "postprocess_dq"
+    assert overlapping["preprocess"] and overlapping[rest] and not overlapping["announce"]
     assert overlapping["exchange"] == (backward[-1] == "backward_queries")
     assert overlapping["forward"] == overlapping["backward"] == is_only
 
@@ -349,7 +349,7 @@ def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the
     config = MagiConfig(**{"comm": CommConfig("all_to_all", verify=False), **options})
     config = replace(config, attend=replace(config.attend, impl="ffa"))
     group = one_rank_alone if cp_size > 1 else None
-    modules = gated, gated_backward, hopper, hopper_backward
+    modules = fused_forward, fused_backward, hopper, hopper_backward
 
     def step(plan) -> None:
         q, k, v = tensors(plan.num_rows, SHAPE)
@@ -370,7 +370,9 @@ def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the
                     for name in ("_Pass", "Pass"):
                         for module in modules:
                             patch.setattr(module, name, lambda *_: pytest.fail("made in a layer"), raising=False)
-                    patch.setattr(hopper_one_launch, "_Walk", lambda *_args, **_options: pytest.fail("made in a layer"))
+                    patch.setattr(
+                        hopper_one_launch, "_BoundLaunches", lambda *_args, **_options: pytest.fail("made in a layer")
+                    )
                 launched.clear()
                 step(plan)
                 first = list(launched)
@@ -441,7 +443,7 @@ def refuse(monkeypatch) -> None:
     monkeypatch.setattr(hopper_plan, "make_host_plan", fail)
     monkeypatch.setattr(hopper_plan.hashlib, "blake2b", fail)
     monkeypatch.setattr(hopper_plan.HostPlan, "schedule", fail)
-    monkeypatch.setattr(gated, "seen_rows", fail)
+    monkeypatch.setattr(fused_forward, "seen_rows", fail)
     monkeypatch.setattr(PackedArrays, "to", fail)
     monkeypatch.setattr(cast_args, "arrival_arrays", fail)
 

@@ -11,7 +11,7 @@ import torch
 from megatron_magi.attention import fused_comm, prepare_batch
 from megatron_magi.backends.registry import backend_that
 from megatron_magi.backends.sm90 import plan as hopper_plan
-from megatron_magi.backends.sm90.prepare import MaskTables
+from megatron_magi.backends.sm90.host_tables import MaskTables
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders

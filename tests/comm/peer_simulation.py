@@ -12,7 +12,7 @@ from tests.comm.random_transfers import Transfers
 
 
 class Route(NamedTuple):
-    """Route of exchange.cu."""
+    """Route of put.cuh."""
 
     first: np.ndarray
     there: np.ndarray

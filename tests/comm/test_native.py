@@ -188,9 +188,16 @@ def test_whether_ranks_reach_each_others_memory_is_decided_once(ranks):
 @pytest.mark.parametrize(
     ("source", "params", "after_shift", "defines"),
     [
-        ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(1, 4096)),
-        ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(16, 4096, (torch.bfloat16, torch.float32), 8)),
-        ("announce_rows", "AnnounceParams", 3, ("UNIT=16",)),
+        *(
+            (name, "PutParams", 1, defines)
+            for name, defines in (
+                peer_kernels.put_kernel(1, 4096),
+                peer_kernels.put_kernel(16, 4096),
+                peer_kernels.put_kernel(16, 64, (torch.bfloat16, torch.float32), 8),
+                peer_kernels.put_kernel(16, 4096, (torch.bfloat16, torch.float32), 8),
+            )
+        ),
+        ("get_rows", "GetParams", 3, ("UNIT=16",)),
     ],
 )
 def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, params, after_shift, defines):
@@ -200,14 +207,14 @@ def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, par
     size = struct.calcsize(f"{peers.PEERS.size}s{lists}{shape.rest}")
     more = f'static_assert(sizeof(Route) == {8 * peer_tables.ROUTE_WORDS}, "route");'
     checks = (
-        f'static_assert(sizeof({params}) == {size}, "size");{more if source == "exchange" else ""}'
+        f'static_assert(sizeof({params}) == {size}, "size");{more if params == "PutParams" else ""}'
         f'static_assert(__INTADDR__(&static_cast<{params}*>(0)->chunk_shift) == {size - 8 - 8 * after_shift}, "shift");'
         f'static_assert(sizeof(Peers) == {peers.PEERS.size} && sizeof(SlotRows) == {slot_rows}, "parts");'
         f'static_assert(__INTADDR__(&static_cast<Peers*>(0)->rank) == {peers.PEERS.size - 8}, "rank");'
         f'static_assert(__INTADDR__(&static_cast<SlotRows*>(0)->units) == {slot_rows - 16}, "units");'
         f'static_assert(sizeof(Control) <= {peers._CONTROL_BYTES}, "control");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->broken) == {native._BROKEN}, "broken");'
-        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->announced) == {native._ANNOUNCED}, "call");'
+        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->get_call) == {native._ANNOUNCED}, "call");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->left) == {peers._LEFT_AT}, "left");'
         f"static_assert(kMaxChunks == {native_slots.MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
         f'"bounds");static_assert(__INTADDR__(&static_cast<Notice*>(0)->part) == 16, "notice");'
@@ -233,7 +240,7 @@ def test_kernels_that_wait_for_other_ranks_have_sms_of_their_own_however_many_gr
         # One kernel sends while another takes, of the same call or the next, but none sends beside one that takes sums.
         apart = max(sum(casts), sum(sums), sums[0] + casts[1])
         assert apart <= share and min(*casts, *sums) > 0
-        others = [peer_kernels.blocks_of(name, share) for name in ("exchange", "announce_rows")]
+        others = [peer_kernels.blocks_of(name, share) for name in ("put_rows", "get_rows")]
         assert 0 < peer_kernels.blocks_that_pull(others[1]) < others[1]
         free = num_sms - num_groups * max(apart, *others)
         # NCCL's kernel in clusters, which need SMs of one GPC, wherever the others lie; then one cluster more.

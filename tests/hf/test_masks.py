@@ -15,8 +15,9 @@ from transformers import BloomConfig, MptConfig
 from transformers import masking_utils as hf_masks
 
 from megatron_magi.hf import log_probs
-from megatron_magi.hf.attention import LayerMask, attention, layer_mask
+from megatron_magi.hf.attention import attention, layer_mask
 from megatron_magi.hf.intervals import Intervals
+from megatron_magi.hf.layer_masks import LayerMask
 from megatron_magi.hf.shard import ShardMask, ShardOnes
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask

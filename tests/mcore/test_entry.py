@@ -13,8 +13,8 @@ import torch
 from megatron.training import arguments
 
 from megatron_magi.mcore import entry, install
-from megatron_magi.mcore.arguments import buffer_length
-from megatron_magi.mcore.trainer import check_padding
+from megatron_magi.mcore.settings import buffer_length
+from megatron_magi.mcore.validate import check_padding
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 TOKENIZER = ("--tokenizer-type", "NullTokenizer")

@@ -16,10 +16,12 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 
 from megatron_magi.attention import AttnShape
 from megatron_magi.mcore import forward_step, graphs
+from megatron_magi.mcore.batch import ReadBatches
 from megatron_magi.mcore.forward_step import MagiForwardStep, check_captures
-from megatron_magi.mcore.graphs import GraphedIterations, ReadBatches
+from megatron_magi.mcore.graphs import GraphedIterations
 from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.loss import microbatch_loss
+from megatron_magi.mcore.user_step import UserForwardStep
 
 
 class Place:
@@ -186,9 +188,10 @@ def test_a_reset_drops_the_places_with_the_graph(iterations):
     assert not GraphedIterations._places and FullCudaGraphWrapper.curr_iteration["training"] == 0
 
 
-def test_another_forward_step_is_refused_by_name(iterations):
+@pytest.mark.parametrize("step", [print, UserForwardStep(print, lambda: None)], ids=lambda step: type(step).__name__)
+def test_another_forward_step_is_refused_by_name(iterations, step):
     with pytest.raises(ValueError, match="cuda_graph_impl: full_iteration needs the forward step"):
-        iterations.wrapper(forward_step_func=print, **iterations.named)
+        iterations.wrapper(forward_step_func=step, **iterations.named)
 
 
 class Group:

@@ -7,7 +7,7 @@ import pytest
 from megatron_magi.cuda import build
 from megatron_magi.mcore.kernels import compile_ahead
 
-KERNELS = [("attention/sm90/prepare.cu", ())]
+KERNELS = [("attention/sm90/preprocess.cu", ())]
 
 
 def _compile(rank: int, num_ranks: int, breaks: bool) -> tuple[list, str]:

@@ -17,8 +17,8 @@ from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mcore import forward_step as forward_step_module
 from megatron_magi.mcore import loader, step, stock_step
+from megatron_magi.mcore.batch import ReadBatches
 from megatron_magi.mcore.forward_step import MagiForwardStep
-from megatron_magi.mcore.graphs import ReadBatches
 
 CU_SEQLENS = torch.tensor([0, 3, 10])
 

@@ -17,7 +17,7 @@ import torch
 
 from megatron_magi import variables
 from megatron_magi.backends.sm90 import kernels as hopper_kernels
-from megatron_magi.backends.sm90.needed import needed_kernels
+from megatron_magi.backends.sm90.kernel_list import needed_kernels
 from megatron_magi.cuda import build as hopper_build
 
 pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
@@ -75,11 +75,11 @@ def test_attention_kernels_fit_shared_memory_and_compile_without_serialised_prod
 
 
 def test_kernels_that_wait_for_keys_compile_like_those_that_do_not():
-    needed = needed_kernels(torch.bfloat16, (128, 128), 8, deterministic=False, gated=True)
+    needed = needed_kernels(torch.bfloat16, (128, 128), 8, deterministic=False, stream_kv=True)
     for (source, _), (_, report) in compile_all(needed):
         assert int(re.search(r"(\d+) bytes spill stores", report).group(1)) <= GATED_SPILL_BYTES, f"{source}: {report}"
         registers = re.search(r"Used (\d+) registers", report).group(1)
-        is_small = re.search("finish|prepare", source)
+        is_small = re.search("process", source)
         assert is_small or registers in ("128", "168")
 
 
@@ -92,10 +92,10 @@ def test_kernels_of_captured_launches_compile_like_those_that_are_told_of_a_mask
             f"{source}: {report}"
         )
         registers = re.search(r"Used (\d+) registers", report).group(1)
-        assert source.endswith(("prepare.cu", "finish_keys.cu")) or registers in ("128", "168")
+        assert source.endswith(("preprocess.cu", "postprocess_keys.cu")) or registers in ("128", "168")
 
 
-@pytest.mark.parametrize("name", ["prepare", "row_delta", "finish_dq", "finish_keys"])
+@pytest.mark.parametrize("name", ["preprocess", "row_delta", "postprocess_dq", "postprocess_keys"])
 def test_small_kernels_compile_without_spills(name):
     kinds = itertools.product((64, 128, 256), (torch.bfloat16, torch.float16))
     wanted = [
@@ -129,13 +129,13 @@ def compiled(monkeypatch):
     return made
 
 
-PREPARE = ("attention/sm90/prepare.cu", ())
+PREPARE = ("attention/sm90/preprocess.cu", ())
 
 
 def test_the_workspace_is_where_kernels_are_kept(tmp_path, monkeypatch, compiled):
     monkeypatch.setenv("MAGI_ATTENTION_WORKSPACE_BASE", str(tmp_path))
     hopper_build.build(*PREPARE)
-    assert [p.suffix for p in (tmp_path / ".cache" / "megatron_magi").glob("prepare-*.cubin")] == [".cubin"]
+    assert [p.suffix for p in (tmp_path / ".cache" / "megatron_magi").glob("preprocess-*.cubin")] == [".cubin"]
     monkeypatch.delenv("MAGI_ATTENTION_WORKSPACE_BASE")
     monkeypatch.setenv("HOME", "/somewhere")
     assert hopper_build.default_cache_dir() == Path("/somewhere/.cache/megatron_magi")
@@ -155,7 +155,7 @@ def test_line_information_makes_another_kernel_with_its_source_beside_it(tmp_pat
     hopper_build.build(*PREPARE, tmp_path)
     assert compiled == [False, True] and len(list(tmp_path.glob("*.cubin"))) == 2
     (source,) = tmp_path.glob("*.cu")
-    assert "ffa_prepare" in source.read_text()
+    assert "ffa_preprocess" in source.read_text()
     assert "--generate-line-info" in caplog.text and "168 registers" in caplog.text
 
 
@@ -170,7 +170,7 @@ def test_verbose_builds_log_options_and_report(tmp_path, monkeypatch, compiled, 
     hopper_build.build(*PREPARE, tmp_path)
     assert "registers" not in caplog.text
     monkeypatch.setenv("MAGI_ATTENTION_BUILD_VERBOSE", "1")
-    hopper_build.build("attention/sm90/prepare.cu", ("A=1",), tmp_path)
+    hopper_build.build("attention/sm90/preprocess.cu", ("A=1",), tmp_path)
     assert "--gpu-architecture=sm_90a" in caplog.text and "-DA=1" in caplog.text and "168 registers" in caplog.text
 
 
@@ -180,7 +180,7 @@ def test_kernels_that_came_with_the_package_are_used_unless_refused(tmp_path, mo
     image = hopper_build.build(*PREPARE, tmp_path / "cache")
     assert target.read_bytes().startswith(image) and image == b"\x7fELF 1"
     assert len(compiled) == 1 and not (tmp_path / "cache").exists() and not caplog.text
-    hopper_build.build("attention/sm90/prepare.cu", ("A=1",), tmp_path / "cache")
+    hopper_build.build("attention/sm90/preprocess.cu", ("A=1",), tmp_path / "cache")
     monkeypatch.setenv("MAGI_ATTENTION_FORCE_JIT_BUILD", "1")
     assert hopper_build.build(*PREPARE, tmp_path / "cache") != image
     assert len(compiled) == 3
@@ -198,14 +198,14 @@ def test_a_changed_source_or_compiler_leaves_older_kernels_alone(tmp_path, monke
 
 
 def test_kernels_compiled_ahead_stay_when_asked_for_again(tmp_path, compiled):
-    kernels = [("attention/sm90/prepare.cu", (f"A={i}",)) for i in range(5)]
+    kernels = [("attention/sm90/preprocess.cu", (f"A={i}",)) for i in range(5)]
     files = hopper_build.compile_into(tmp_path, kernels, jobs=3)
     assert hopper_build.compile_into(tmp_path, kernels[::-1], jobs=3) == files[::-1]
     assert len(compiled) == 5 and len(set(files)) == 5 and all(f.exists() for f in files)
 
 
 def test_all_that_is_missing_is_compiled_for_the_cache_with_one_line(tmp_path, compiled, caplog, monkeypatch):
-    kernels = [("attention/sm90/prepare.cu", (f"A={i}",)) for i in range(4)]
+    kernels = [("attention/sm90/preprocess.cu", (f"A={i}",)) for i in range(4)]
     monkeypatch.setattr(hopper_build, "prebuilt_dir", lambda: tmp_path / "prebuilt")
     hopper_build.compile_into(tmp_path / "prebuilt", kernels[:1], jobs=1)
     hopper_build.build(*kernels[1], tmp_path / "cache")
@@ -216,7 +216,7 @@ def test_all_that_is_missing_is_compiled_for_the_cache_with_one_line(tmp_path, c
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
         f"compiling 2 kernels for sm_90a, 2 at a time, kept in {tmp_path / 'cache'}"
     ]
-    more = [("attention/sm90/prepare.cu", ("A=9",))]
+    more = [("attention/sm90/preprocess.cu", ("A=9",))]
     (tmp_path / "file").touch()
     hopper_build.build_all(more, 8, tmp_path / "file" / "cache")
     assert "cannot be written" in caplog.text and "compiled when they are first used" in caplog.text
@@ -226,8 +226,8 @@ def test_all_that_is_missing_is_compiled_for_the_cache_with_one_line(tmp_path, c
 
 
 def test_a_kernel_of_many_that_does_not_compile_is_an_error(tmp_path):
-    with pytest.raises(RuntimeError, match=r"compiling attention/sm90/prepare\.cu with void=3 failed"):
-        hopper_build.build_all([("attention/sm90/prepare.cu", ("void=3",))], 2, tmp_path)
+    with pytest.raises(RuntimeError, match=r"compiling attention/sm90/preprocess\.cu with void=3 failed"):
+        hopper_build.build_all([("attention/sm90/preprocess.cu", ("void=3",))], 2, tmp_path)
 
 
 @pytest.mark.parametrize("ending", [RuntimeError, KeyboardInterrupt])
@@ -271,9 +271,9 @@ def test_a_malformed_variable_is_named_before_anything_is_compiled(tmp_path, mon
 
 
 def test_a_built_kernel_is_read_back_from_the_cache(tmp_path: Path, monkeypatch):
-    image = hopper_build.build("attention/sm90/prepare.cu", (), tmp_path)
+    image = hopper_build.build("attention/sm90/preprocess.cu", (), tmp_path)
     monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: pytest.fail("compiled again"))
-    assert hopper_build.build("attention/sm90/prepare.cu", (), tmp_path) == image
+    assert hopper_build.build("attention/sm90/preprocess.cu", (), tmp_path) == image
     assert [p.suffix for p in tmp_path.iterdir() if p.suffix != ".lock"] == [".cubin"]
 
 
@@ -294,7 +294,7 @@ def test_a_damaged_kernel_in_the_cache_is_compiled_anew_with_a_notice_and_replac
     target.write_bytes(DAMAGES[damage](target.read_bytes()))
     caplog.clear()
     assert hopper_build.build(*PREPARE, tmp_path) == b"\x7fELF 2"
-    assert f"{target} is damaged" in caplog.text and "compiling attention/sm90/prepare.cu" in caplog.text
+    assert f"{target} is damaged" in caplog.text and "compiling attention/sm90/preprocess.cu" in caplog.text
     caplog.clear()
     assert hopper_build.build(*PREPARE, tmp_path) == b"\x7fELF 2"
     assert not caplog.text and len(compiled) == 2
@@ -346,7 +346,7 @@ def test_on_a_file_system_without_locks_kernels_are_kept_too(tmp_path, compiled,
 
 def test_an_error_in_a_source_is_shown_with_its_macros():
     with pytest.raises(RuntimeError, match="HEAD_DIM=96"):
-        hopper_build.compile_kernel("attention/sm90/finish_dq.cu", ("HEAD_DIM=96", "DTYPE=NoSuchType"))
+        hopper_build.compile_kernel("attention/sm90/postprocess_dq.cu", ("HEAD_DIM=96", "DTYPE=NoSuchType"))
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -358,7 +358,7 @@ def test_a_kernel_is_compiled_once_by_many_threads(tmp_path, monkeypatch, damage
     images: list[bytes] = []
 
     def ask(macro: str) -> None:
-        images.append(hopper_build.build("attention/sm90/prepare.cu", (macro,), tmp_path))
+        images.append(hopper_build.build("attention/sm90/preprocess.cu", (macro,), tmp_path))
 
     threads = [threading.Thread(target=ask, args=("A=1",)) for _ in range(8)]
     for thread in threads:
@@ -378,7 +378,7 @@ def test_a_kernel_is_compiled_once_by_many_processes(tmp_path):
         from megatron_magi.cuda import build
         compile_kernel, compiled = build.compile_kernel, []
         build.compile_kernel = lambda *args, **kwargs: compiled.append(1) or compile_kernel(*args, **kwargs)
-        image = build.build("attention/sm90/prepare.cu", (), pathlib.Path(sys.argv[1]))
+        image = build.build("attention/sm90/preprocess.cu", (), pathlib.Path(sys.argv[1]))
         print(len(compiled), hashlib.sha256(image).hexdigest(), "torch" in sys.modules)
     """
     processes = [
@@ -395,14 +395,14 @@ def test_without_a_folder_to_write_to_kernels_are_compiled_for_the_process(tmp_p
     monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: (b"\x7fELF kernel", ""))
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
-    assert hopper_build.build("attention/sm90/prepare.cu", (), blocked / "cache") == b"\x7fELF kernel"
+    assert hopper_build.build("attention/sm90/preprocess.cu", (), blocked / "cache") == b"\x7fELF kernel"
     assert "compiled for this process alone" in caplog.text
 
 
 def test_compiling_is_announced_and_a_cached_kernel_is_silent(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: (b"\x7fELF kernel", ""))
-    hopper_build.build("attention/sm90/prepare.cu", (), tmp_path)
-    assert "compiling attention/sm90/prepare.cu" in caplog.text
+    hopper_build.build("attention/sm90/preprocess.cu", (), tmp_path)
+    assert "compiling attention/sm90/preprocess.cu" in caplog.text
     caplog.clear()
-    hopper_build.build("attention/sm90/prepare.cu", (), tmp_path)
+    hopper_build.build("attention/sm90/preprocess.cu", (), tmp_path)
     assert not caplog.text

@@ -48,11 +48,11 @@ STRUCTS = [
         )
         for part in ("keys", "queries")
     ),
-    ("prepare", "PrepareParams", ()),
-    ("finish_dq", "FinishParams", ("HEAD_DIM=64", "DTYPE=Bf16")),
-    ("finish_keys", "FinishKeysParams", ("HEAD_DIM=64", "DTYPE=Bf16")),
+    ("preprocess", "PrepareParams", ()),
+    ("postprocess_dq", "FinishParams", ("HEAD_DIM=64", "DTYPE=Bf16")),
+    ("postprocess_keys", "FinishKeysParams", ("HEAD_DIM=64", "DTYPE=Bf16")),
     ("row_delta", "RowDeltaParams", ("HEAD_DIM_V=64", "DTYPE=Bf16")),
-    ("prepare", "PrepareDeltaParams", ("DELTA=1", "HEAD_DIM_V=64", "DTYPE=Bf16")),
+    ("preprocess", "PrepareDeltaParams", ("DELTA=1", "HEAD_DIM_V=64", "DTYPE=Bf16")),
 ]
 
 
@@ -67,7 +67,7 @@ STRUCTS += [
 def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, name, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
     struct, name = getattr(hopper_params, name), name.replace("PrepareDelta", "Prepare").removeprefix("Captured")
-    in_plan = ("tiles", "passes", "bounds", "step", "numbers") if source.startswith(("forward", "backward")) else ()
+    in_plan = ("tiles", "segments", "bounds", "step", "numbers") if source.startswith(("forward", "backward")) else ()
     checks = []
     for field, *_ in struct._fields_[:-1]:
         member = f"plan.{field}" if field in in_plan else field
@@ -112,9 +112,11 @@ def test_dq_has_its_own_kernel_where_a_query_sees_few_keys_and_sums_are_many(lau
     row = torch.empty(rows, heads[0])
     grads = tuple(torch.empty_like(t) for t in (q, k, k))
     hopper.backward(BackwardInputs(q, k, k, q, row, row), mask.bands, AttnOptions(0.1), Gradients(*grads))
-    assert launched[:2] == ["prepare", "backward"] and launched[-1] == ("finish_dq" if summed else "backward_queries")
+    assert launched[:2] == ["preprocess", "backward"] and launched[-1] == (
+        "postprocess_dq" if summed else "backward_queries"
+    )
     by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
-    assert (by_name["prepare"].num_sums > 0) == summed
+    assert (by_name["preprocess"].num_sums > 0) == summed
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(
         assert 1 << params.log2_packed == packed
         assert (params.num_heads, params.group) == (heads[0] // packed, heads[0] // heads[1] // packed)
         assert params.num_tiles == len(documents) * -(-documents[0] * packed // places)
-    params, stats = by_name["backward"], by_name["prepare"]
+    params, stats = by_name["backward"], by_name["preprocess"]
     assert {1 << params.log2_packed, 1 << stats.log2_packed} == {packed}
     assert params.group == heads[0] // heads[1] // packed
     assert abs(params.step) == 64, "a block is as many rows of packed heads as of single ones"
@@ -178,7 +180,7 @@ def test_kernels_of_a_backward_overlap_unless_processors_are_left_to_others(
     delta, grads = hopper.row_delta(q, out), tuple(torch.empty_like(t) for t in (q, k, v))
     hopper.backward(BackwardInputs(q, k, v, q, lse, delta), bands, options, Gradients(*grads))
     assert seen.pop("forward") == seen.pop("row_delta") == 0
-    assert set(seen) >= {"prepare", "backward", "backward_queries" if deterministic else "finish_dq"}
+    assert set(seen) >= {"preprocess", "backward", "backward_queries" if deterministic else "postprocess_dq"}
     assert set(seen.values()) == {int(sm_margin == 0)}
 
 
@@ -192,8 +194,8 @@ def test_kernels_that_overlap_take_different_counters_and_all_wait_for_those_bef
     for source in (hopper_build.source_root() / "attention/sm90").glob("*.cu"):
         text = source.read_text()
         # Those that wait for keys, or run while rows are moved, do so at the end, and not where the others do.
-        counts = [text.count(f"{when}await_earlier_kernels();") for when in ("", "if (!GATED) ", "if (GATED) ")]
-        is_concurrent = source.name in ("prepare.cu", "finish_dq.cu")
+        counts = [text.count(f"{when}await_earlier_kernels();") for when in ("", "if (!STREAM_KV) ", "if (STREAM_KV) ")]
+        is_concurrent = source.name in ("preprocess.cu", "postprocess_dq.cu")
         assert counts == ([2, 0, 0] if is_concurrent else [2, 1, 1] if counts[0] > 1 else [1, 0, 0])
 
 
@@ -259,13 +261,13 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministi
     q, k, v, bands = tensors()
     options = AttnOptions(0.1, deterministic=deterministic)
     out, lse = torch.empty_like(q), torch.empty(300, 4)
-    backward = ["backward", "backward_queries"] if deterministic else ["backward", "finish_keys", "finish_dq"]
+    backward = ["backward", "backward_queries"] if deterministic else ["backward", "postprocess_keys", "postprocess_dq"]
     for _ in range(3):
         hopper.forward(ForwardInputs(q, k, v), bands, options, ForwardOutput(out, lse))
         delta = hopper.row_delta(q, out)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         hopper.backward(BackwardInputs(q, k, v, q, lse, delta), bands, options, Gradients(*grads))
-    assert launched == ["forward", "row_delta", "prepare", *backward] * 3
+    assert launched == ["forward", "row_delta", "preprocess", *backward] * 3
     assert len(hopper_launch._launches) == 3 + len(backward)
 
 
@@ -287,7 +289,7 @@ def test_a_launch_is_kept_for_its_head_dim_alone(launched, monkeypatch):
         grads = (wide_q[..., :dim], wide_k[..., :dim], wide_k[..., :dim])
         hopper.row_delta(wide_q[..., :dim].bfloat16(), q)
         hopper.backward(BackwardInputs(q, k, k, q, row, row), bands, AttnOptions(0.1), Gradients(*grads))
-    for name in ("row_delta", "finish_keys", "finish_dq"):
+    for name in ("row_delta", "postprocess_keys", "postprocess_dq"):
         assert [size for found, *size in dims if found == name] == [[64], [128]]
 
 
@@ -301,8 +303,8 @@ def test_sums_of_keys_lie_in_dq_until_it_is_written(launched):
         by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
         begin, end = grads[0].data_ptr(), grads[0].data_ptr() + grads[0].numel() * grads[0].element_size()
         assert (begin <= by_name["backward"].key_sums < end) == inside
-        assert by_name["finish_keys"].sums == by_name["backward"].key_sums
-        assert by_name["prepare"].num_key_sums * 16 == 16 * 128 * 8 * 2 * 128 * 4
+        assert by_name["postprocess_keys"].sums == by_name["backward"].key_sums
+        assert by_name["preprocess"].num_key_sums * 16 == 16 * 128 * 8 * 2 * 128 * 4
         hopper_launch._launches.drop(lambda _key: True)
 
 
@@ -318,7 +320,7 @@ def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, d
     for _ in range(2):
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         hopper.backward(BackwardInputs(q, k, v, dout, row, row), bands, options, Gradients(*grads))
-    assert launched == ["prepare", "backward_keys", "backward_queries"] * 2
+    assert launched == ["preprocess", "backward_keys", "backward_queries"] * 2
     by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
     keys, queries = by_name["backward_keys"], by_name["backward_queries"]
     assert (keys.dk, keys.dk_row, keys.dk_head) == (grads[1].data_ptr(), 2 * dims[0], dims[0])

@@ -124,11 +124,11 @@ def test_what_is_remembered_is_not_used_where_a_tensor_begins_elsewhere(launched
     def is_direct(dout, dq) -> bool:
         """Whether the kernel wrote to dq itself."""
         grads = (dq, torch.empty_like(k), torch.empty_like(v))
-        finish = [launch.params for key, launch in hopper_launch._launches.items() if key[0] == "finish_dq"]
+        finish = [launch.params for key, launch in hopper_launch._launches.items() if key[0] == "postprocess_dq"]
         for params in finish:
             params.dq = None
         hopper.backward(BackwardInputs(q, k, v, dout, row, row), bands, options, Gradients(*grads), memo=memo)
-        finish = [launch.params for key, launch in hopper_launch._launches.items() if key[0] == "finish_dq"]
+        finish = [launch.params for key, launch in hopper_launch._launches.items() if key[0] == "postprocess_dq"]
         return dq.data_ptr() in [params.dq for params in finish]
 
     straight, shifted = storage[:-8].view(300, 4, 128), storage[1:-7].view(300, 4, 128)

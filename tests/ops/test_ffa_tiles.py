@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.backends.sm90 import native, tuning
+from megatron_magi.backends.sm90 import cpp_tiles, tuning
 from megatron_magi.backends.sm90.cuts import _segment_columns
 from megatron_magi.backends.sm90.plan import Tiling, make_host_plan
 from megatron_magi.backends.sm90.schedule import best_splits
@@ -130,11 +130,11 @@ def test_every_visible_pair_is_in_exactly_one_pass(data, num_rows, num_columns):
     check_plan(descending(plan), visible, align, parts)
 
 
-built = pytest.mark.skipif(not native.available(), reason="the planner in C++ is not built")
+built = pytest.mark.skipif(not cpp_tiles.available(), reason="the planner in C++ is not built")
 
 
 def assert_planned_alike(bands: np.ndarray, *sizes: int, **options) -> None:
-    ours, theirs = plan_tiles(bands, *sizes, **options), native.plan_tiles(bands, *sizes, **options)
+    ours, theirs = plan_tiles(bands, *sizes, **options), cpp_tiles.plan_tiles(bands, *sizes, **options)
     for field in dataclasses.fields(TilePlan):
         a, b = getattr(ours, field.name), getattr(theirs, field.name)
         if isinstance(a, np.ndarray):
@@ -213,12 +213,14 @@ def test_no_numpy_is_needed_where_no_row_has_two_intervals_close_together(monkey
     ]
     bands = np.random.default_rng(0).permutation(np.array(table, dtype=np.int64))
     assert_planned_alike(bands, 256, 128, 128)
-    monkeypatch.delattr(native, "assign_passes")
-    plan = native.plan_tiles(bands, 256, 128, 128)
+    monkeypatch.delattr(cpp_tiles, "assign_passes")
+    plan = cpp_tiles.plan_tiles(bands, 256, 128, 128)
     assert [len(range(*tile[1:3])) for tile in plan.tiles[np.argsort(plan.tiles[:, 0])]] == [1, 2]
 
 
-@pytest.mark.parametrize("planner", [plan_tiles, pytest.param(native.plan_tiles, marks=built)], ids=["python", "cpp"])
+@pytest.mark.parametrize(
+    "planner", [plan_tiles, pytest.param(cpp_tiles.plan_tiles, marks=built)], ids=["python", "cpp"]
+)
 @pytest.mark.parametrize("more", [-1, 0])
 def test_a_tile_is_closed_where_that_costs_no_more_than_it_saves(planner, more):
     # 64 rows see 1000 columns, the next 200 some of them and others, which all rows behind see. Closed after the first
@@ -234,7 +236,7 @@ def test_which_planner_plans_tiles(monkeypatch):
     bands, tiling = builders.causal(300).bands, Tiling(True, 300, (128, 64))
     plans = [make_host_plan(bands, tiling, planner) for planner in ("auto", "python")]
     np.testing.assert_array_equal(plans[0].table, plans[1].table)
-    monkeypatch.setattr(native, "_library", lambda: None)
+    monkeypatch.setattr(cpp_tiles, "_library", lambda: None)
     np.testing.assert_array_equal(make_host_plan(bands, tiling).table, plans[1].table)
     with pytest.raises(ValueError, match=r"^planner:"):
         make_host_plan(bands, tiling, "native")

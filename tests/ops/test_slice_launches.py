@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_magi.backends.sm90 import attention as hopper
-from megatron_magi.backends.sm90 import choices, gated, gated_backward, one_launch, plan
+from megatron_magi.backends.sm90 import choices, fused_backward, fused_forward, plan, program
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
 from megatron_magi.ops.slice_attention import slice_attention
@@ -45,8 +45,8 @@ def memory(launches):
 def test_calls_of_a_known_mask_make_nothing(launched, monkeypatch):
     step(MASKS[0])
     first = list(launched)
-    assert first[:3] == ["forward", "prepare", "backward"] and first[-1] == "finish_dq"
-    monkeypatch.setattr(one_launch, "_Walk", lambda *_: pytest.fail("made again"))
+    assert first[:3] == ["forward", "preprocess", "backward"] and first[-1] == "postprocess_dq"
+    monkeypatch.setattr(program, "_BoundLaunches", lambda *_: pytest.fail("made again"))
     launched.clear()
     step(builders.varlen(doc_lengths=[200, 312]))
     assert launched == first
@@ -54,8 +54,8 @@ def test_calls_of_a_known_mask_make_nothing(launched, monkeypatch):
 
 def test_another_mask_takes_a_copy_of_the_calls(launched, monkeypatch):
     step(MASKS[0])
-    monkeypatch.setattr(gated, "forward_step", lambda *_: pytest.fail("made again"))
-    monkeypatch.setattr(gated_backward, "backward_steps", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(fused_forward, "forward_step", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(fused_backward, "backward_steps", lambda *_: pytest.fail("made again"))
     step(MASKS[1])
 
 
@@ -77,7 +77,7 @@ def test_calls_go_with_the_tables_that_they_read(launched):
     step(MASKS[0])
     launches = hopper._one_launches.items()[-1][1]
     assert len(launches.walks) == 2
-    for passes in (gated._passes, gated_backward._passes):
+    for passes in (fused_forward._passes, fused_backward._passes):
         passes.drop(lambda _: True)
     assert not launches.walks
     step(MASKS[0])
@@ -86,7 +86,7 @@ def test_calls_go_with_the_tables_that_they_read(launched):
 
 def test_a_mask_in_use_stays_prepared_however_many_others_come(launched, monkeypatch):
     """Calls of a known mask do not ask the caches of passes, which keep those used last."""
-    for module in (gated, gated_backward):
+    for module in (fused_forward, fused_backward):
         monkeypatch.setattr(module, "_passes", LruCache(1 << 30, max_items=2))
     others = [builders.varlen(doc_lengths=[i, N - i]) for i in range(1, 6)]
     step(MASKS[0])
@@ -131,7 +131,7 @@ def test_a_call_under_way_keeps_the_tables_that_it_reads(launched):
     under_way = next(iter(launches.walks.values()))
     tables = [ref(plan.memory) for plan in under_way.tables.values()]
     assert tables
-    for kept in (gated._passes, gated_backward._passes, plan._plans):
+    for kept in (fused_forward._passes, fused_backward._passes, plan._plans):
         kept.drop(lambda _: True)
     assert list(launches.walks.values()) == [under_way] and all(table() is not None for table in tables)
     del under_way
@@ -151,12 +151,12 @@ def test_masks_that_are_remembered_take_bounded_memory(launched, monkeypatch):
 
 def test_tests_that_choose_kernels_find_no_calls_of_others(launched, monkeypatch):
     step(MASKS[0])
-    assert "finish_dq" in launched and "backward_queries" not in launched
+    assert "postprocess_dq" in launched and "backward_queries" not in launched
     launched.clear()
     monkeypatch.setattr(choices, "sums_pay", lambda *_: False)
     pack_heads(monkeypatch, 1)
     step(MASKS[0])
-    assert "finish_dq" not in launched and "backward_queries" in launched
+    assert "postprocess_dq" not in launched and "backward_queries" in launched
 
 
 def test_bands_that_change_later_are_another_mask(launched):
@@ -173,16 +173,16 @@ def test_bands_that_change_later_are_another_mask(launched):
 @pytest.mark.parametrize(
     ("dims", "options", "expected"),
     [
-        ((192, 128), {}, ["forward", "row_delta", "prepare", "backward_keys", "backward_queries"]),
-        ((80, 80), {}, ["forward", "row_delta", "prepare", "backward", "finish_dq"]),
-        ((128, 128), {"deterministic": True}, ["forward", "prepare", "backward", "backward_queries"]),
+        ((192, 128), {}, ["forward", "row_delta", "preprocess", "backward_keys", "backward_queries"]),
+        ((80, 80), {}, ["forward", "row_delta", "preprocess", "backward", "postprocess_dq"]),
+        ((128, 128), {"deterministic": True}, ["forward", "preprocess", "backward", "backward_queries"]),
     ],
 )
 def test_delta_is_a_launch_of_its_own_for_heads_whose_backward_no_list_takes(launched, dims, options, expected):
     q, k, v = tensors(dims=dims)
     out, _ = slice_attention(q, k, v, MASKS[0], impl="ffa", **options)
     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
-    assert [name for name in launched if name != "finish_keys"] == expected
+    assert [name for name in launched if name != "postprocess_keys"] == expected
 
 
 def test_a_sink_and_the_largest_logits_are_part_of_what_a_list_is_for(launched):

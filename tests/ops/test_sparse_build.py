@@ -61,11 +61,11 @@ def test_sparse_kernels_fit_shared_memory_and_compile_without_serialised_product
     ("name", "part"),
     [
         ("sparse_lists", 0),
-        ("sparse_finish", 0),
-        ("sparse_finish", 1),
-        ("sparse_stats", 0),
-        ("sparse_finish_dq", 0),
-        *(("sparse_turn", i) for i in range(3)),
+        ("sparse_postprocess", 0),
+        ("sparse_postprocess", 1),
+        ("sparse_preprocess", 0),
+        ("sparse_postprocess_dq", 0),
+        *(("sparse_transpose", i) for i in range(3)),
     ],
 )
 def test_small_sparse_kernels_compile_without_spills(name, part):

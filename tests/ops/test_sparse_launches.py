@@ -40,21 +40,21 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     out, _ = block_sparse_attention(*inputs, mask, q_block_size=16, k_block_size=64, impl="ffa")
     out.sum().backward()
     lists = ["sparse_lists"]
-    last = ["sparse_stats", "sparse_backward_keys"]
+    last = ["sparse_preprocess", "sparse_backward_keys"]
     assert launched == [*lists, "sparse_forward", *lists, "sparse_backward_queries", *lists, *last]
     launched.clear()
     out, _ = block_sparse_attention(*inputs, mask[:, :3], q_block_size=16, k_block_size=128, impl="ffa")
     out.sum().backward()
-    assert launched == [*lists, "sparse_forward", *lists, *last, "sparse_finish_dq"]
+    assert launched == [*lists, "sparse_forward", *lists, *last, "sparse_postprocess_dq"]
     launched.clear()
     given = torch.zeros(7, 3, dtype=torch.int32)
     out, _ = block_sparse_attention(*inputs, given, q_block_size=16, k_block_size=64, impl="ffa")
     out.sum().backward()
-    assert launched == ["sparse_forward", "sparse_backward_queries", *["sparse_turn"] * 3, *last]
+    assert launched == ["sparse_forward", "sparse_backward_queries", *["sparse_transpose"] * 3, *last]
     launched.clear()
     for deterministic, want in (
-        (False, ["sparse_forward", *["sparse_turn"] * 3, *last, "sparse_finish_dq"]),
-        (True, ["sparse_forward", "sparse_backward_queries", *["sparse_turn"] * 3, *last]),
+        (False, ["sparse_forward", *["sparse_transpose"] * 3, *last, "sparse_postprocess_dq"]),
+        (True, ["sparse_forward", "sparse_backward_queries", *["sparse_transpose"] * 3, *last]),
     ):
         out, _ = block_sparse_attention(
             *inputs, given, q_block_size=16, k_block_size=128, impl="ffa", deterministic=deterministic
@@ -64,7 +64,7 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
         launched.clear()
     out, _ = index_sparse_attention(*inputs, torch.zeros(100, 1, 3, dtype=torch.int64), impl="ffa")
     out.sum().backward()
-    assert launched == ["sparse_forward", "sparse_backward", "sparse_finish"]
+    assert launched == ["sparse_forward", "sparse_backward", "sparse_postprocess"]
 
 
 def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(launched, monkeypatch):
@@ -77,7 +77,7 @@ def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(laun
         out, _ = block_sparse_attention(q, k, v, lists, q_block_size=16, k_block_size=128, impl="ffa")
         launched.clear()
         out.sum().backward()
-        found.append("sparse_finish_dq" in launched)
+        found.append("sparse_postprocess_dq" in launched)
     assert found == [True, False, False]
 
 

@@ -1,26 +1,39 @@
 // Attention backward in parts for sm_90a, dK and dV. A work item is a tile of 64 keys of one key head, with some or all
 // query heads of its group.
 //
-// The two consumer warpgroups share the 64 keys. One computes the transposed logits, P and dV, the other dP, dS and dK:
-// each has a wgmma for 64 x WIDTH logits, and one for its gradient whose first operand is in registers. Only P in 16
-// bits (times the derivative of the softcap) is passed between them, from each thread to the thread with the same
+// The two consumer warpgroups share the 64 keys. One computes the transposed scores, P and dV, the other dP, dS and dK:
+// each has a wgmma for 64 x WIDTH scores or dP, and one for its gradient whose first operand is in registers. Only P in
+// 16 bits (times the derivative of the softcap) is passed between them, from each thread to the thread with the same
 // elements. While one does elementwise work, the tensor cores work for the other.
 //
 // The tile plan is that of the transposed mask: rows are keys, columns are queries.
 //
-// Compile-time, in addition to those of backward_parts.cuh: WIDTH (queries of a block), STAGES (of q, and of dout).
+// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), CAPTURED (0 or 1: mask_numbers.cuh),
+// WIDTH (queries of a block), STAGES (of q, and of dout).
 
 #include "backward_parts.cuh"
+#include "gradients.cuh"
+#include "row_products.cuh"
+#include "softmax.cuh"
 
+constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
+constexpr int kGroups = 2;  // consumer warpgroups
+constexpr int kBlockThreads = kWarpgroupThreads * (kGroups + 1);
 constexpr int kQueries = WIDTH;
 constexpr int kStages = STAGES;
+using T = DTYPE;
+
+// Registers of a thread. Together they are all that the block was launched with.
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+static_assert(kProducerRegisters + kGroups * kConsumerRegisters == 168 * (kGroups + 1));
 
 struct Shared {
-  alignas(1024) u16 k[kHeadDim / kPanel][kRows][kPanel];
-  u16 v[kHeadDimV / kPanel][kRows][kPanel];
+  alignas(kSwizzleAtomBytes) u16 k[kHeadDim / kPanel][kWarpgroupRows][kPanel];
+  u16 v[kHeadDimV / kPanel][kWarpgroupRows][kPanel];
   u16 q[kStages][kHeadDim / kPanel][kQueries][kPanel];
   u16 dout[kStages][kHeadDimV / kPanel][kQueries][kPanel];
-  uint4 probs[kQueries / 16][128];  // P, from each thread of one warpgroup to the same thread of the other
+  // P, from each thread of one warpgroup to the same thread of the other
+  uint4 probs[kQueries / 16][kWarpgroupThreads];
   float lse[kStages][kQueries], delta[kStages][kQueries];
   u64 kv_full, kv_empty;
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
@@ -49,8 +62,8 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
   prefetch_map(&p.k);
   prefetch_map(&p.v);
   prefetch_map(&p.dout);
-  Ring<kStages> ring;
-  Ring<2> slot;
+  PipelineState<kStages> stage;
+  PipelineState<2> slot;
   u32 kv_parity = 1;
   int next = blockIdx.x;
   while (true) {
@@ -67,35 +80,37 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
     kv_parity ^= 1;
     const u32 kv = smem_address(&s.kv_full);
     barrier_expect_bytes(kv, kBytesKV);
-    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kRows * 128, item.x, head_kv, kv);
-    load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kRows * 128, item.x, head_kv, kv);
-    int pass = item.z, n = 0, h = 0;
-    int4 range = __ldg(p.plan.passes + 2 * pass);
+    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kWarpgroupRows * kPanelRowBytes, item.x, head_kv, kv);
+    load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kWarpgroupRows * kPanelRowBytes, item.x, head_kv, kv);
+    int segment = item.z, n = 0, h = 0;
+    int4 range = __ldg(p.plan.segments + 2 * segment);
     while (true) {
-      const int i = ring.index, row = range.x + n * STEP_OF(p.plan), head = first_head + h;
+      const int i = stage.index, row = range.x + n * STEP_OF(p.plan), head = first_head + h;
       u32 bar = smem_address(&s.q_full[i]);
-      barrier_wait(smem_address(&s.q_empty[i]), ring.parity ^ 1);
+      barrier_wait(smem_address(&s.q_empty[i]), stage.parity ^ 1);
       barrier_expect_bytes(bar, kBytesQ + kBytesRow);
-      load_packed<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, p.log2_packed, bar);
+      load_packed<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * kPanelRowBytes, row, head, p.log2_packed,
+                                     bar);
       const i64 at = static_cast<i64>(head) * p.stats_row + row;
       load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
       bar = smem_address(&s.dout_full[i]);
-      barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
+      barrier_wait(smem_address(&s.dout_empty[i]), stage.parity ^ 1);
       barrier_expect_bytes(bar, kBytesDout + kBytesRow);
-      load_packed<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, p.log2_packed, bar);
+      load_packed<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * kPanelRowBytes, row, head,
+                                      p.log2_packed, bar);
       load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
-      ring.advance();
+      stage.advance();
       if (OF_MASK(p, heads_inner)) {
         if (++h < heads) continue;
         h = 0;
       }
       if (++n < range.y) continue;
       n = 0;
-      if (++pass == item.w) {
+      if (++segment == item.w) {
         if (OF_MASK(p, heads_inner) || ++h == heads) break;
-        pass = item.z;
+        segment = item.z;
       }
-      range = __ldg(p.plan.passes + 2 * pass);
+      range = __ldg(p.plan.segments + 2 * segment);
     }
   }
   let_next_kernel_start();
@@ -104,21 +119,21 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
 
 // ---- consumers ----
 
-// Iterates over the blocks of all passes of a tile.
+// Iterates over the blocks of all segments of a tile.
 struct BlockWalk {
   const TilePlan& plan;
-  int pass, end_pass, row;
-  int n, count, column, full_begin, full_end;  // n, column: index in the pass and first column of the block
+  int segment, end_segment, row;
+  int n, count, column, full_begin, full_end;  // n, column: index in the segment and first column of the block
 
   // `row`: first of this thread's two rows in the tile; the other is 8 below.
   DEVICE BlockWalk(const TilePlan& plan, int row) : plan(plan), row(row) {}
-  DEVICE void start(int first_pass, int past_pass) {
-    pass = uniform(first_pass);
-    end_pass = uniform(past_pass);
-    if (pass < end_pass) open();
+  DEVICE void start(int first_segment, int past_segment) {
+    segment = uniform(first_segment);
+    end_segment = uniform(past_segment);
+    if (segment < end_segment) open();
   }
   DEVICE void open() {
-    const int4 range = __ldg(plan.passes + 2 * pass);
+    const int4 range = __ldg(plan.segments + 2 * segment);
     n = 0;
     column = uniform(range.x);
     count = uniform(range.y);
@@ -128,13 +143,13 @@ struct BlockWalk {
   DEVICE bool advance() {
     column += STEP_OF(plan);
     if (++n < count) return true;
-    if (++pass >= end_pass) return false;
+    if (++segment >= end_segment) return false;
     open();
     return true;
   }
   DEVICE bool masked() const { return n < full_begin || n >= full_end; }
   DEVICE void load_bounds(int2 (&bounds)[2]) const {
-    const int2* b = plan.bounds + static_cast<i64>(pass) * kRows + row;
+    const int2* b = plan.bounds + static_cast<i64>(segment) * kWarpgroupRows + row;
     bounds[0] = __ldg(b);
     bounds[1] = __ldg(b + 8);
   }
@@ -149,23 +164,23 @@ struct Consumer {
   const BackwardPartParams& p;
   Shared& s;
   const int thread, lane, warp, row;  // thread of the warpgroup; row: first of this thread's keys in the tile
-  Ring<kStages> ring;
+  PipelineState<kStages> stage;
   u32 probs_parity = kOfValues ? 1 : 0, kv_parity = 0;
 
   DEVICE Consumer(const BackwardPartParams& p, Shared& s)
       : p(p),
         s(s),
-        thread(threadIdx.x % 128),
+        thread(threadIdx.x % kWarpgroupThreads),
         lane(threadIdx.x % 32),
-        warp(uniform(threadIdx.x % 128 / 32)),
-        row(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {}
+        warp(uniform(threadIdx.x % kWarpgroupThreads / kWarpThreads)),
+        row(threadIdx.x % kWarpgroupThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4) {}
 
-  // Barriers and buffers of the operand of the logits, and of the operand of the gradient.
-  DEVICE u64& logits_full(int i) { return kOfValues ? s.q_full[i] : s.dout_full[i]; }
-  DEVICE u64& logits_empty(int i) { return kOfValues ? s.q_empty[i] : s.dout_empty[i]; }
+  // Barriers and buffers of the operand of the scores or dP, and of the operand of the gradient.
+  DEVICE u64& scores_full(int i) { return kOfValues ? s.q_full[i] : s.dout_full[i]; }
+  DEVICE u64& scores_empty(int i) { return kOfValues ? s.q_empty[i] : s.dout_empty[i]; }
   DEVICE u64& gradient_full(int i) { return kOfValues ? s.dout_full[i] : s.q_full[i]; }
   DEVICE u64& gradient_empty(int i) { return kOfValues ? s.dout_empty[i] : s.q_empty[i]; }
-  DEVICE u32 logits_block(int i) { return kOfValues ? smem_address(s.q[i]) : smem_address(s.dout[i]); }
+  DEVICE u32 scores_block(int i) { return kOfValues ? smem_address(s.q[i]) : smem_address(s.dout[i]); }
   DEVICE u32 gradient_block(int i) { return kOfValues ? smem_address(s.dout[i]) : smem_address(s.q[i]); }
   DEVICE u32 own_keys() { return kOfValues ? smem_address(s.k) : smem_address(s.v); }
 
@@ -178,56 +193,57 @@ struct Consumer {
     release(s.probs_full[warp], lane);
   }
 
-  DEVICE void form_probs(float (&x)[kQueries / 2], u32 (&probs)[kQueries / 4], const BlockWalk& walk) {
-    if (SOFTCAP) apply_softcap(x, p.softcap_factor);
+  DEVICE void form_probs(float (&scores_t)[kQueries / 2], u32 (&probs_t)[kQueries / 4], const BlockWalk& walk) {
+    if (SOFTCAP) apply_softcap(scores_t, p.softcap_factor);
     if (walk.masked()) {
       int2 bounds[2];
       walk.load_bounds(bounds);
-      apply_mask(x, walk.column + 2 * (lane % 4), bounds);
+      apply_mask(scores_t, walk.column + 2 * (lane % 4), bounds);
     }
-    const float2* lse = reinterpret_cast<const float2*>(s.lse[ring.index]) + lane % 4;
-    u32 sloped[kQueries / 4];
+    const float2* lse = reinterpret_cast<const float2*>(s.lse[stage.index]) + lane % 4;
+    u32 sloped_t[kQueries / 4];
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
       const float2 two = lse[4 * j];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float x0 = x[4 * j + 2 * r], x1 = x[4 * j + 2 * r + 1];
+        const float x0 = scores_t[4 * j + 2 * r], x1 = scores_t[4 * j + 2 * r + 1];
         const float p0 = exp2_fast(fmaf(x0, p.scale_log2, -two.x)), p1 = exp2_fast(fmaf(x1, p.scale_log2, -two.y));
-        probs[2 * j + r] = T::pack(p0, p1);
-        sloped[2 * j + r] = SOFTCAP ? T::pack(p0 * softcap_slope(x0), p1 * softcap_slope(x1)) : probs[2 * j + r];
+        probs_t[2 * j + r] = T::pack(p0, p1);
+        sloped_t[2 * j + r] = SOFTCAP ? T::pack(p0 * softcap_slope(x0), p1 * softcap_slope(x1)) : probs_t[2 * j + r];
       }
     }
-    send(sloped);
+    send(sloped_t);
   }
 
-  DEVICE void form_ds(const float (&dp)[kQueries / 2], u32 (&ds)[kQueries / 4]) {
+  DEVICE void form_ds(const float (&dp_t)[kQueries / 2], u32 (&ds_t)[kQueries / 4]) {
     barrier_wait(smem_address(&s.probs_full[warp]), probs_parity);
     probs_parity ^= 1;
 #pragma unroll
     for (int i = 0; i < kQueries / 16; ++i) {
       const uint4 word = s.probs[i][thread];
-      ds[4 * i] = word.x, ds[4 * i + 1] = word.y, ds[4 * i + 2] = word.z, ds[4 * i + 3] = word.w;
+      ds_t[4 * i] = word.x, ds_t[4 * i + 1] = word.y, ds_t[4 * i + 2] = word.z, ds_t[4 * i + 3] = word.w;
     }
     release(s.probs_empty[warp], lane);
-    const float2* delta = reinterpret_cast<const float2*>(s.delta[ring.index]) + lane % 4;
+    const float2* delta = reinterpret_cast<const float2*>(s.delta[stage.index]) + lane % 4;
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
       const float2 two = delta[4 * j];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int i = 4 * j + 2 * r;
-        ds[2 * j + r] = T::pack(T::low(ds[2 * j + r]) * (dp[i] + two.x), T::high(ds[2 * j + r]) * (dp[i + 1] + two.y));
+        ds_t[2 * j + r] =
+            T::pack(T::low(ds_t[2 * j + r]) * (dp_t[i] + two.x), T::high(ds_t[2 * j + r]) * (dp_t[i + 1] + two.y));
       }
     }
   }
 
-  DEVICE void form(float (&x)[kQueries / 2], u32 (&word)[kQueries / 4], const BlockWalk& walk) {
+  DEVICE void form(float (&scores_or_dp_t)[kQueries / 2], u32 (&probs_or_ds_t)[kQueries / 4], const BlockWalk& walk) {
     if constexpr (kOfValues)
-      form_probs(x, word, walk);
+      form_probs(scores_or_dp_t, probs_or_ds_t, walk);
     else
-      form_ds(x, word);
-    release(logits_empty(ring.index), lane);
+      form_ds(scores_or_dp_t, probs_or_ds_t);
+    release(scores_empty(stage.index), lane);
   }
 
   // Advances to the next block, in the order of `produce`; false after the last.
@@ -246,46 +262,47 @@ struct Consumer {
 
   // All query blocks of one work item.
   DEVICE void accumulate(int4 item, float (&gradient)[kColumns / 2]) {
-    float x[kQueries / 2];
-    u32 word[kQueries / 4];
+    float scores_or_dp_t[kQueries / 2];
+    u32 probs_or_ds_t[kQueries / 4];
     BlockWalk walk(p.plan, row);
     walk.start(item.z, item.w);
     int h = 0;
     const Operand own(own_keys());
     barrier_wait(smem_address(&s.kv_full), kv_parity);
     kv_parity ^= 1;
-    barrier_wait(smem_address(&logits_full(ring.index)), ring.parity);
-    issue_logits<kDepth, kQueries>(x, own, Operand(logits_block(ring.index)));
+    barrier_wait(smem_address(&scores_full(stage.index)), stage.parity);
+    issue_scores<T, kDepth, kQueries>(scores_or_dp_t, own, Operand(scores_block(stage.index)));
     wgmma_wait<0>();
-    pin(x);
-    form(x, word, walk);
+    fence_operand(scores_or_dp_t);
+    form(scores_or_dp_t, probs_or_ds_t, walk);
     // At the start of each iteration the first operand of the gradient is in registers and no wgmma is in flight: ptxas
     // serializes all wgmmas if one is in flight across the back edge of the loop.
     bool more = true;
     while (more) {
-      const int now = ring.index;
-      barrier_wait(smem_address(&gradient_full(now)), ring.parity);
-      issue_weighted<kColumns, kQueries>(gradient, word, Operand(gradient_block(now), kQueries * 128));
+      const int now = stage.index;
+      barrier_wait(smem_address(&gradient_full(now)), stage.parity);
+      issue_weighted<T, kColumns, kQueries>(gradient, probs_or_ds_t,
+                                            Operand(gradient_block(now), kQueries * kPanelRowBytes));
       more = advance(walk, h, item);
-      ring.advance();
-      // After the last block these logits are computed from k or v and not used: ptxas would also serialize the wgmmas
-      // if one were on one side of a branch.
-      const Operand next(more ? logits_block(ring.index) : own_keys());
-      if (more) barrier_wait(smem_address(&logits_full(ring.index)), ring.parity);
-      issue_logits<kDepth, kQueries>(x, own, next);
+      stage.advance();
+      // After the last block these products are computed from k or v and not used: ptxas would also serialize the
+      // wgmmas if one were on one side of a branch.
+      const Operand next(more ? scores_block(stage.index) : own_keys());
+      if (more) barrier_wait(smem_address(&scores_full(stage.index)), stage.parity);
+      issue_scores<T, kDepth, kQueries>(scores_or_dp_t, own, next);
       wgmma_wait<1>();
-      pin(gradient);
-      pin(word);
+      fence_operand(gradient);
+      fence_operand(probs_or_ds_t);
       release(gradient_empty(now), lane);
       wgmma_wait<0>();
-      pin(x);
-      if (more) form(x, word, walk);
+      fence_operand(scores_or_dp_t);
+      if (more) form(scores_or_dp_t, probs_or_ds_t, walk);
     }
     release(s.kv_empty, lane);
   }
 
   DEVICE void run() {
-    Ring<2> slot;
+    PipelineState<2> slot;
     while (true) {
       barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
       const int4 item = s.item[slot.index];
@@ -309,9 +326,9 @@ struct Consumer {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
+extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
     ffa_backward_keys(const __grid_constant__ BackwardPartParams p) {
-  extern __shared__ __align__(1024) u8 memory[];
+  extern __shared__ __align__(kSwizzleAtomBytes) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     init_buffer(s.kv_full, s.kv_empty, 4 * kGroups);
@@ -323,12 +340,12 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   }
   __syncthreads();
   await_earlier_kernels();
-  if (threadIdx.x < 128) {
-    registers_shrink<24>();  // 24 * 128 + 240 * 256: all registers of the block
+  if (threadIdx.x < kWarpgroupThreads) {
+    registers_shrink<kProducerRegisters>();
     if (threadIdx.x == 0) produce(p, s);
   } else {
-    registers_grow<240>();
-    if (uniform(threadIdx.x / 128) == 1)
+    registers_grow<kConsumerRegisters>();
+    if (uniform(threadIdx.x / kWarpgroupThreads) == 1)
       Consumer<true>(p, s).run();
     else
       Consumer<false>(p, s).run();

@@ -4,25 +4,13 @@
 // accumulated in device memory depends on the order of additions, so it is not deterministic. Here two kernels compute
 // dK with dV, and dQ; both need S and dP: seven products instead of five. In return gradients stay in registers until
 // they are written, once, unless a group of query heads is split to occupy idle SMs.
-//
-// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), CAPTURED (0 or 1: mask_numbers.cuh).
 #pragma once
 
-#include "../../common/wgmma.cuh"
-#include "gradients.cuh"
-#include "softmax.cuh"
 #include "tiles.cuh"
-
-constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
-constexpr int kGroups = 2;  // consumer warpgroups
-constexpr int kRows = 64;   // rows of a warpgroup's accumulators
-using T = DTYPE;
-
-#include "row_products.cuh"
 
 struct BackwardPartParams {
   TensorMap q, k, v;
-#if GATED
+#if STREAM_KV
   TensorMap k_remote, v_remote;
 #endif
   TensorMap dout, dq_map;
@@ -40,9 +28,9 @@ struct BackwardPartParams {
   int head_section;  // for queries: heads of a section, see section_item(); packed heads count as one
   float scale, scale_log2, softcap_factor;
   int log2_packed;  // see row_tiles.cuh
-  int long_blocks;  // for queries: blocks of a pass from which on its keys and values exceed the L2 cache
-#if GATED
-  Gate gate;
+  int long_blocks;  // for queries: blocks of a segment from which on its keys and values exceed the L2 cache
+#if STREAM_KV
+  ArrivalBarrier arrival_barrier;
 #endif
 };
 

@@ -3,29 +3,26 @@
 //
 // A producer thread streams keys and values through shared memory; a prefetch thread loads the queries of the next
 // item. Two or three consumer warpgroups own 64 rows each and do not synchronize with each other, so the softmax of one
-// overlaps with the wgmmas of another. Prologue and epilogue overlap across items: the first logits of the next item
+// overlaps with the wgmmas of another. Prologue and epilogue overlap across items: the first scores of the next item
 // are computed while the output is written, through shared memory (staging.cuh).
 //
-// The mask of a tile is a list of passes: a range of key blocks, and for each row the interval of keys it sees. The
+// The mask of a tile is a list of segments: a range of key blocks, and for each row the interval of keys it sees. The
 // mask is applied only to blocks outside the sub-range that all rows see completely.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, GROUPS (consumer warpgroups), BLOCK_N, STAGES (of keys and of values), Q_STAGES
 // (of queries), STAGED (0 or 1: the output is staged in the buffer of its queries, which needs Q_STAGES 2), DTYPE (Bf16
-// or Fp16), SOFTCAP (0 or 1), GATED (0 or 1: keys from a given index on are in separate tensors and arrive while the
-// kernel runs: arrivals.cuh), CAPTURED (0 or 1: mask_numbers.cuh).
-
-constexpr int kGroups = GROUPS;  // consumer warpgroups
-
-#define IN_STEP GATED
+// or Fp16), SOFTCAP (0 or 1), STREAM_KV (0 or 1: keys from a given index on are in separate tensors and arrive while
+// the kernel runs: arrivals.cuh), CAPTURED (0 or 1: mask_numbers.cuh).
 
 #include "../../common/wgmma.cuh"
+#include "forward_consumer.cuh"
 #include "row_tiles.cuh"
-#include "softmax.cuh"
 #include "staging.cuh"
 
+constexpr int kGroups = GROUPS;  // consumer warpgroups
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQStages = Q_STAGES;
-constexpr int kRows = 64;         // query rows of a warpgroup
+constexpr int kBlockThreads = kWarpgroupThreads * (kGroups + 1);
 constexpr int kBehind = 1 << 30;  // a key out of bounds: TMA fills zeros
 
 // Registers of a thread. Together they are all that the block was launched with: 512 threads of 128, 384 of 168. The
@@ -36,11 +33,9 @@ constexpr int kConsumerRegisters = ((kGroups == 2 ? 504 : 512) - kProducerRegist
 static_assert(kConsumerRegisters % 8 == 0, "setmaxnreg takes multiples of 8");
 using T = DTYPE;
 
-#include "row_products.cuh"
-
 struct ForwardParams {
   TensorMap q, k, v;
-#if GATED
+#if STREAM_KV
   TensorMap k_remote, v_remote;
 #endif
   TensorMap out_map;
@@ -61,19 +56,20 @@ struct ForwardParams {
   int accumulate, out_fp32;  // accumulate: merge into the partial out and lse of earlier keys
   int log2_packed;           // see row_tiles.cuh
   int long_blocks;           // blocks from which on the keys and values exceed the L2 cache
-#if GATED
-  Gate gate;
+#if STREAM_KV
+  ArrivalBarrier arrival_barrier;
 #endif
 };
 
 struct Shared {
-  alignas(1024) u16 q[kQStages][kGroups][kHeadDim / kPanel][kRows][kPanel];  // also staging for the output
+  alignas(kSwizzleAtomBytes)
+      u16 q[kQStages][kGroups][kHeadDim / kPanel][kWarpgroupRows][kPanel];  // also staging for the output
   u16 k[kStages][kHeadDim / kPanel][kBlockN][kPanel];
   u16 v[kStages][kHeadDimV / kPanel][kBlockN][kPanel];
   u64 q_full[kQStages][kGroups], q_empty[kQStages][kGroups];
   u64 v_full[kStages], v_empty[kStages];
-  BlockBoard<kStages> blocks;
-  PassBoard passes;
+  KvPipeline<kGroups, kStages> blocks;
+  TileInfoPipeline segments;
 };
 
 constexpr u32 kBytesQ = sizeof(Shared::q) / (kQStages * kGroups);
@@ -85,19 +81,19 @@ constexpr u32 kBytesV = sizeof(Shared::v) / kStages;
 struct Loader {
   const ForwardParams& p;
   Shared& s;
-  Ring<kStages> rk, rv;
+  PipelineState<kStages> k_stage, v_stage;
   int previous = 0, previous_head = -1;  // block whose values are still to be loaded; head -1: none
-#if GATED
-  Arrivals arrivals;
+#if STREAM_KV
+  ArrivalWaiter waiter;
 #endif
 
   DEVICE void load_v(int key, int head) {
-    const u32 bar = smem_address(&s.v_full[rv.index]);
-    barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
+    const u32 bar = smem_address(&s.v_full[v_stage.index]);
+    barrier_wait(smem_address(&s.v_empty[v_stage.index]), v_stage.parity ^ 1);
     barrier_expect_bytes(bar, kBytesV);
-    load_panels<kHeadDimV / kPanel>(&OF_KEY(p, key, v), smem_address(s.v[rv.index]), kBlockN * 128, row_of_key(p, key),
-                                    head, bar);
-    rv.advance();
+    load_panels<kHeadDimV / kPanel>(&OF_KEY(p, key, v), smem_address(s.v[v_stage.index]), kBlockN * kPanelRowBytes,
+                                    row_of_key(p, key), head, bar);
+    v_stage.advance();
   }
 
   // Values are loaded after the keys of the next block, even of the next item: the consumers need them in this order.
@@ -106,26 +102,26 @@ struct Loader {
     previous = key, previous_head = head;
   }
 
-  DEVICE void block(int key, int head_kv, int flags, int pass, const int4& item) {
-    const u32 bar = announce_keys(s.blocks, rk, p, key, flags, pass, item, kBytesK);
-#if GATED
-    arrivals.await(p.gate, key - p.gate.first + kBlockN);
+  DEVICE void block(int key, int head_kv, int flags, int segment, const int4& item) {
+    const u32 bar = arrive_keys(s.blocks, k_stage, p, key, flags, segment, item, kBytesK);
+#if STREAM_KV
+    waiter.await(p.arrival_barrier, key - p.arrival_barrier.first + kBlockN);
 #endif
-    load_panels<kHeadDim / kPanel>(&OF_KEY(p, key, k), smem_address(s.k[rk.index]), kBlockN * 128, row_of_key(p, key),
-                                   head_kv, bar);
-    rk.advance();
+    load_panels<kHeadDim / kPanel>(&OF_KEY(p, key, k), smem_address(s.k[k_stage.index]), kBlockN * kPanelRowBytes,
+                                   row_of_key(p, key), head_kv, bar);
+    k_stage.advance();
     later(key, head_kv);
   }
 
   // A block without keys: the key buffer keeps its old contents.
   DEVICE void skip_k(int flags, const int4& item) {
-    const u32 bar = announce(s.blocks, rk, 0, flags, item);
+    const u32 bar = acquire_block(s.blocks, k_stage, 0, flags, item);
     if (flags & kMasked) {  // all rows see nothing
-      for (int i = 0; i < kTilePlaces; ++i) s.blocks.bounds[rk.index][i] = make_int2(0, 0);
+      for (int i = 0; i < kGroups * kWarpgroupRows; ++i) s.blocks.bounds[k_stage.index][i] = make_int2(0, 0);
       fence_async_proxy();
     }
     barrier_arrive(bar);
-    rk.advance();
+    k_stage.advance();
   }
 
   DEVICE void nothing(const int4& item) {
@@ -137,16 +133,16 @@ struct Loader {
 DEVICE void produce(const ForwardParams& p, Shared& s) {
   prefetch_map(&p.k);
   prefetch_map(&p.v);
-#if GATED
+#if STREAM_KV
   prefetch_map(&p.k_remote);
   prefetch_map(&p.v_remote);
 #endif
   Loader loader{p, s};
-  walk_blocks(p, s.passes, loader);
+  walk_blocks<kGroups, STREAM_KV>(p, s.segments, loader);
   loader.later(0, -1);
-  loader.skip_k(kEnd, make_int4(0, 0, 0, 0));  // consumers compute its logits but do not use them
-  // So that kernels after this one on the stream also come after announce_rows.cu.
-  if (GATED) await_earlier_kernels();
+  loader.skip_k(kEnd, make_int4(0, 0, 0, 0));  // consumers compute its scores but do not use them
+  // So that kernels after this one on the stream also come after get_rows.cu.
+  if (STREAM_KV) await_earlier_kernels();
 }
 
 // Called by the prefetch thread: loads the queries of an item as soon as a buffer is free. Without `load`, the buffer
@@ -154,22 +150,23 @@ DEVICE void produce(const ForwardParams& p, Shared& s) {
 struct QueryLoader {
   const ForwardParams& p;
   Shared& s;
-  Ring<kQStages> ring;
+  PipelineState<kQStages> stage;
 
   DEVICE void operator()(int row, int head, bool load) {
 #pragma unroll 1
     for (int w = 0; w < kGroups; ++w) {
-      const u32 bar = smem_address(&s.q_full[ring.index][w]);
-      barrier_wait(smem_address(&s.q_empty[ring.index][w]), ring.parity ^ 1);
+      const u32 bar = smem_address(&s.q_full[stage.index][w]);
+      barrier_wait(smem_address(&s.q_empty[stage.index][w]), stage.parity ^ 1);
       if (load) {
         barrier_expect_bytes(bar, kBytesQ);
-        load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[ring.index][w]), kRows * 128, row, head, bar);
-        row += tile_rows(p) / kGroups;
+        load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[stage.index][w]), kWarpgroupRows * kPanelRowBytes, row,
+                                       head, bar);
+        row += tile_rows<kGroups>(p) / kGroups;
       } else {
         barrier_arrive(bar);
       }
     }
-    ring.advance();
+    stage.advance();
   }
 };
 
@@ -177,7 +174,7 @@ DEVICE void find_queries(const ForwardParams& p, Shared& s) {
   prefetch_map(&p.q);
   prefetch_map(&p.out_map);
   QueryLoader load{p, s};
-  prefetch_items(p, s.passes, load);
+  prefetch_items<STREAM_KV>(p, s.segments, load);
 }
 
 // ---- consumers ----
@@ -242,8 +239,8 @@ DEVICE void store_output(const ForwardParams& p, const float (&acc)[kHeadDimV / 
 
 // Epilogue: normalizes, adds the sink, merges with earlier partial results, stores output and lse. `staging`: staging
 // buffer of this warp, all of whose rows are then in the tile; 0: direct stores.
-DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, u32 staging,
-                   int row, int step, int end_row, int head, int lane) {
+DEVICE void store_item(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, u32 staging,
+                       int row, int step, int end_row, int head, int lane) {
   float factor[2], lse[2], prior[2] = {0.f, 0.f};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -271,7 +268,8 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
     }
     __syncwarp();  // all threads of a row have read its lse before one of them writes it
   }
-  if (staging) store_staged<T, kHeadDimV>(&p.out_map, staging, kRows * 128, acc, factor, row, head, lane);
+  if (staging)
+    store_staged<T, kHeadDimV>(&p.out_map, staging, kWarpgroupRows * kPanelRowBytes, acc, factor, row, head, lane);
   if (lane % 4 == 0) {
     float* to = p.lse + row * p.lse_row + head * p.lse_head;
     if (row < end_row) *to = lse[0];
@@ -292,159 +290,63 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
   if (!staging) store_output(p, acc, factor, prior, row, step, end_row, head, lane);
 }
 
-DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
-  const int lane = threadIdx.x % 32;
-  const PlaceOfThread place(p, warpgroup);
-  u32 leads = lane == 0;
-  keep(leads);
-  auto release = [&](u32 barrier) {
-    if (leads) barrier_arrive(barrier);
-  };
-  Ring<kStages> rk, rv;
-  Ring<kQStages> rq;
-  // 32-bit address arithmetic, which stays in uniform registers.
-  auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
-  int flags;  // of the block whose logits were issued last
-  float logits[kBlockN / 2];
-  auto wait_k = [&] { barrier_wait(nth(s.blocks.full, 8, rk.index), rk.parity); };
-  auto wait_v = [&] { barrier_wait(nth(s.v_full, 8, rv.index), rv.parity); };
-  auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, rq.index * kGroups + warpgroup), rq.parity); };
-  auto release_k = [&] {
-    release(nth(s.blocks.empty, 8, rk.index));
-    rk.advance();
-  };
-  auto release_v = [&] {
-    release(nth(s.v_empty, 8, rv.index));
-    rv.advance();
-  };
-  auto queries = [&] { return nth(s.q, kBytesQ, rq.index * kGroups + warpgroup); };
-  auto keys = [&] { return nth(s.k, kBytesK, rk.index); };
-  auto values = [&] { return Operand(nth(s.v, kBytesV, rv.index), kBlockN * 128); };
-  auto shape = [&](float (&x)[kBlockN / 2]) {
-    if (SOFTCAP) apply_softcap(x, p.softcap_factor);
+// For the consumers' loop, see forward_consumer.cuh.
+struct Kernel {
+  using Element = T;
+  using Rows = ThreadRows;
+  static constexpr int kHeadDim = ::kHeadDim, kHeadDimV = ::kHeadDimV, kWidth = kBlockN, kGroups = ::kGroups;
+  static constexpr int kKStages = ::kStages, kVStages = ::kStages, kQStages = ::kQStages;
+  static constexpr u32 kBytesQ = ::kBytesQ, kBytesK = ::kBytesK, kBytesV = ::kBytesV;
+  static constexpr int kLast = ::kLast, kEnd = ::kEnd;
+  static constexpr bool kStagesOutput = true, kGathersKeys = false;
+
+  static DEVICE const ForwardParams& tiles(const ForwardParams& p) { return p; }
+  static DEVICE int num_items(const ForwardParams& p) { return p.num_tiles; }
+  static DEVICE bool stages_output(const ForwardParams& p) { return STAGED && !p.accumulate && !p.out_fp32; }
+  static DEVICE const void* k_full(const Shared& s) { return s.blocks.full; }
+  static DEVICE const void* k_empty(const Shared& s) { return s.blocks.empty; }
+  static DEVICE int q_barrier(int stage, int warpgroup) { return stage * kGroups + warpgroup; }
+  static DEVICE int flags(const Shared& s, int stage) { return s.blocks.info[stage].y; }
+  static DEVICE int first_row(const Shared& s, int stage) { return s.blocks.info[stage].z; }
+  static DEVICE int head_rows(const Shared& s, int stage) { return s.blocks.info[stage].w; }
+
+  static DEVICE void mask(const ForwardParams& p, const Shared& s, float (&scores)[kBlockN / 2], int flags, int stage,
+                          const ThreadRows& own_rows, int warpgroup, int lane) {
+    if (SOFTCAP) apply_softcap(scores, p.softcap_factor);
     if (flags & (1 << warpgroup)) {
-      const int2* of_row = s.blocks.bounds[rk.index] + place.row;
-      const int2 bounds[2] = {of_row[0], of_row[place.step]};
-      apply_mask(x, s.blocks.info[rk.index].x + 2 * (lane % 4), bounds);
+      const int2* of_row = s.blocks.bounds[stage] + own_rows.row;
+      const int2 bounds[2] = {of_row[0], of_row[own_rows.step]};
+      apply_mask(scores, s.blocks.info[stage].x + 2 * (lane % 4), bounds);
       __syncwarp();  // all lanes have read before one of them releases the block
     }
-  };
-  auto again = [&](float (&x)[kBlockN / 2]) {
-    recompute_logits<kHeadDim, kBlockN>(x, queries(), keys(), threadIdx.x % 128 / 32 * 16 + lane / 4, lane);
-    shape(x);
-  };
-  const bool look = p.max_logits != nullptr;
-  const bool stages = STAGED && !p.accumulate && !p.out_fp32;
-  int leaving = -1;  // stage of queries that is still in use, possibly by the TMA store of the output; -1: none
-  auto release_q = [&] {
-    if (leaving < 0) return;
-    if (lane == 0) bulk_wait_read();
-    __syncwarp();
-    release(nth(s.q_empty, 8, leaving * kGroups + warpgroup));
-    leaving = -1;
-  };
-
-  wait_k();
-  wait_q();
-  issue_logits<kHeadDim, kBlockN>(logits, Operand(queries()), Operand(keys()));
-  __syncwarp();
-  flags = uniform(s.blocks.info[rk.index].y);
-  wgmma_wait<0>();
-  pin(logits);
-  while (!(flags & kEnd)) {
-    // Here the logits of the item's first block are complete.
-    const int first_row = s.blocks.info[rk.index].z, head_rows = s.blocks.info[rk.index].w;
-    __syncwarp();
-    float out[kHeadDimV / 2], rescale[2];
-    u32 probs[kBlockN / 4];
-#pragma unroll
-    for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = 0.f;
-    Softmax softmax;
-    softmax.reset();
-    shape(logits);
-    softmax.update(logits, p.scale_log2, rescale, look, again);
-    release_k();
-    release_q();
-    pack_pairs(probs, logits);
-    const Operand q(queries());
-    while (true) {
-      // kLast always ends the loop: num_tiles is never negative. As the loop's condition, the compiler would rotate the
-      // loop and duplicate the test, after which ptxas runs out of registers and serializes the wgmmas.
-      if (flags & kLast) {
-        if (p.num_tiles >= 0) break;
-        flags = uniform(flags + 1);
-      }
-      const Operand k(keys()), v = values();
-      wait_k();
-      issue_logits<kHeadDim, kBlockN>(logits, q, k);
-      wait_v();
-      issue_weighted<kHeadDimV, kBlockN>(out, probs, v);
-      flags = uniform(s.blocks.info[rk.index].y);
-      wgmma_wait<1>();
-      pin(logits);
-      shape(logits);
-      const bool grown = softmax.update(logits, p.scale_log2, rescale, look, again);
-      hold(softmax.sum[0] + softmax.sum[1]);
-      release_k();
-      wgmma_wait<0>();
-      pin(out);
-      pin(probs);
-      release_v();
-      if (grown) {
-#pragma unroll
-        for (int i = 0; i < kHeadDimV / 2; ++i) out[i] *= rescale[(i >> 1) & 1];
-      }
-      pack_pairs(probs, logits);
-    }
-    const int rows = head_rows >> 16;
-    // Each warp stages its output in the rows of its own queries, which only its own part of a wgmma reads. Values that
-    // differ between warps go through `uniform`: after branches that may diverge, ptxas would not keep ring indices and
-    // descriptors in uniform registers.
-    const bool staged = uniform(stages && place.warp_within(p, rows));
-    const u32 staging = staged ? queries() + uniform(threadIdx.x % 128 / 32) * 16 * 128 : 0;
-    leaving = rq.index;
-    if (!staging) release_q();
-    rq.advance();
-    const Operand v = values();
-    wait_v();
-    issue_weighted<kHeadDimV, kBlockN>(out, probs, v);
-    const Operand next_q(queries()), next_k(keys());
-    wait_k();
-    wait_q();
-    issue_logits<kHeadDim, kBlockN>(logits, next_q, next_k);
-    flags = uniform(s.blocks.info[rk.index].y);
-    wgmma_wait<1>();
-    pin(out);
-    pin(probs);
-    release_v();
-    finish(p, out, softmax, staging, first_row + place.row, place.step, first_row + rows,
-           (head_rows & 0xffff) + place.head, lane);
-    wgmma_wait<0>();
-    pin(logits);
   }
-  if (lane == 0) bulk_wait_read();
-}
 
-extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
-    ffa_forward(const __grid_constant__ ForwardParams p) {
-  extern __shared__ __align__(1024) u8 memory[];
+  static DEVICE void finish(const ForwardParams& p, const float (&out)[kHeadDimV / 2], const Softmax& softmax,
+                            u32 staging, const ThreadRows& own_rows, int first_row, int head_rows, int lane) {
+    store_item(p, out, softmax, staging, first_row + own_rows.row, own_rows.step, first_row + (head_rows >> 16),
+               (head_rows & 0xffff) + own_rows.head, lane);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) ffa_forward(const __grid_constant__ ForwardParams p) {
+  extern __shared__ __align__(kSwizzleAtomBytes) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kQStages; ++i) init_buffers(s.q_full[i], s.q_empty[i], 4);
     init_buffers(s.blocks.full, s.blocks.empty, 4 * kGroups);
     init_buffers(s.v_full, s.v_empty, 4 * kGroups);
-    init_buffers(s.passes.full, s.passes.empty, 1);
+    init_buffers(s.segments.full, s.segments.empty, 1);
     barrier_init_fence();
   }
   __syncthreads();
-  // With GATED this kernel overlaps announce_rows.cu; all else that it reads was written before that kernel started.
-  if (!GATED) await_earlier_kernels();
-  if (threadIdx.x < 128) {
+  // With STREAM_KV this kernel overlaps get_rows.cu; all else that it reads was written before that kernel started.
+  if (!STREAM_KV) await_earlier_kernels();
+  if (threadIdx.x < kWarpgroupThreads) {
     registers_shrink<kProducerRegisters>();
     if (threadIdx.x == 0) produce(p, s);
     if (threadIdx.x == 32) find_queries(p, s);
   } else {
     registers_grow<kConsumerRegisters>();
-    consume(p, s, uniform(threadIdx.x / 128) - 1);
+    attend<Kernel>(p, s, uniform(threadIdx.x / kWarpgroupThreads) - 1);
   }
 }

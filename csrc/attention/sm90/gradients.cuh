@@ -61,8 +61,8 @@ DEVICE void store_gradient(int store, void* to, i64 offset, i64 step, const bool
 // i-th 8 columns, in the layout of accumulators. `at`: element offset of the first column of row lane / 4; the other
 // row of this thread is 8 rows below.
 template <typename T, int kColumns, typename Sums>
-DEVICE void finish_rows(const Sums& sums, void* to, i64 at, i64 row_stride, const bool (&valid)[2], int store,
-                        float scale, int lane) {
+DEVICE void postprocess_rows(const Sums& sums, void* to, i64 at, i64 row_stride, const bool (&valid)[2], int store,
+                             float scale, int lane) {
   const bool add = store >= kAddFloat, wide = store == kStoreFloat || store == kAddFloat;
 #pragma unroll
   for (int g = 0; g < kColumns / 32; ++g) {
@@ -99,8 +99,8 @@ DEVICE void finish_rows(const Sums& sums, void* to, i64 at, i64 row_stride, cons
 
 // The same for sums stored in pieces, in the layout of a warp's accumulators. They are read once, hence __ldcs.
 template <typename T, int kColumns>
-DEVICE void finish_piece(const float4* piece, void* to, i64 at, i64 row_stride, const bool (&valid)[2], int store,
-                         float scale, int lane) {
-  finish_rows<T, kColumns>([&](int i) { return __ldcs(piece + i * 32 + lane); }, to, at, row_stride, valid, store,
-                           scale, lane);
+DEVICE void postprocess_piece(const float4* piece, void* to, i64 at, i64 row_stride, const bool (&valid)[2], int store,
+                              float scale, int lane) {
+  postprocess_rows<T, kColumns>([&](int i) { return __ldcs(piece + i * 32 + lane); }, to, at, row_stride, valid, store,
+                                scale, lane);
 }

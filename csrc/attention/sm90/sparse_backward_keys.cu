@@ -3,10 +3,10 @@
 // SMs process the first parts of all lists, then the second ones, so that they read the same queries at about the same
 // time (L2 cache); partial sums wait in device memory for the next part. Adjacent parts of a short list are merged.
 //
-// K and V of the item stay in shared memory, dK and dV in registers. A step is 64 places (sparse_tiles.cuh) of a listed
-// block of queries, with transposed logits as in backward.cu. A consumer warpgroup owns 64 keys. For blocks of 128 keys
-// two warpgroups share an item and process every step. For blocks of 64 keys each has its own items, buffers and
-// producer, so that one computes while the other is in the prologue or epilogue of an item.
+// K and V of the item stay in shared memory, dK and dV in registers. A step is 64 accumulator rows (sparse_tiles.cuh)
+// of a listed block of queries, with transposed scores as in backward.cu. A consumer warpgroup owns 64 keys. For blocks
+// of 128 keys two warpgroups share an item and process every step. For blocks of 64 keys each has its own items,
+// buffers and producer, so that one computes while the other is in the prologue or epilogue of an item.
 //
 // With ADD_DQ also dQ, as in backward.cu: dS goes through shared memory, each warpgroup computes half the columns of dQ
 // of the previous step, and a warp adds them to fp32 sums in device memory. Without ADD_DQ the kernel is deterministic:
@@ -16,29 +16,37 @@
 
 #include "../../common/wgmma.cuh"
 #include "gradients.cuh"
+#include "row_products.cuh"
 #include "softmax.cuh"
+#include "sparse_tiles.cuh"
 
-#define INDEXED 0
 constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = 64;
 constexpr int kTileKeys = K_BLOCK, kMembers = kTileKeys / kStep;  // a team: the warpgroups that share items
 constexpr int kTeams = kGroups / kMembers;
 // Buffers of a team. Those of dO are released earlier than those of Q.
 constexpr int kQStages = ADD_DQ || kTeams > 1 ? 3 : 4, kDoutStages = kTeams > 1 ? 2 : kQStages;
 constexpr int kHalf = kHeadDim / 2;
-constexpr u32 kPieceFloats = kHalf * 16;  // a piece: 16 places, half the columns, in accumulator layout
+constexpr u32 kPieceFloats = kHalf * 16;  // a piece: 16 accumulator rows, half the columns, in accumulator layout
+constexpr int kBlockThreads = kWarpgroupThreads * (kGroups + 1);
+constexpr bool kDqSharesDp = kHalf == kWarpgroupRows;  // dQ and dP use the same registers
 static_assert(kTeams == 1 || !ADD_DQ);
 using T = DTYPE;
+
+// Registers of a thread. Together they are all that the block was launched with.
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+static_assert(kProducerRegisters + kGroups * kConsumerRegisters == 168 * (kGroups + 1));
 
 // Flags at the end of an item, with kLastStep: earlier parts left sums; the item has no entries.
 enum : int { kSumsThere = 8, kAddsNothing = 16 };
 constexpr int kHeadShift = 5;  // bit position of the key head in these flags
 
-// Named barriers, one for each warpgroup: its hand-over buffer is free, is full; its dS is written, one for each of two
-// buffers of dS.
-constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5;
-
-#include "row_products.cuh"
-#include "sparse_tiles.cuh"
+// Named barriers, each for one warpgroup: the first of kGroups, or of two pairs of, successive ids.
+enum NamedBarrier : u32 {
+  kStagingFree = 1,                       // its staging buffer has been read, by the warp that reduces it
+  kStagingFull = kStagingFree + kGroups,  // its staging buffer is written
+  kDsWritten = kStagingFull + kGroups,    // its dS is written: one for each of two buffers of dS
+};
+constexpr u32 kReduceThreads = kWarpgroupThreads + kWarpThreads;  // a consumer warpgroup and its reduce warp
 
 struct SparseKeysParams {
   TensorMap q, k, v, dout;
@@ -46,7 +54,8 @@ struct SparseKeysParams {
   // [packs, stats_rows, heads of a tile]: lse times log2 e. A block of queries has stats_block rows, so that it begins
   // at a multiple of 16 bytes.
   const float *lse, *delta;
-  float* dq_sums;  // [packs, 2 halves, units] pieces; a unit is 16 places; each block of queries has block_units
+  // [packs, 2 halves, units] pieces; a unit is 16 accumulator rows; each block of queries has block_units
+  float* dq_sums;
   void *dk, *dv;
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   i64 stats_rows;
@@ -61,15 +70,15 @@ struct SparseKeysParams {
 
 // Buffers of a team.
 struct Buffers {
-  alignas(1024) u16 k[kHeadDim / kPanel][kTileKeys][kPanel];
+  alignas(kSwizzleAtomBytes) u16 k[kHeadDim / kPanel][kTileKeys][kPanel];
   u16 v[kHeadDim / kPanel][kTileKeys][kPanel];
-  u16 q[kQStages][kHeadDim / kPanel][kPlaces][kPanel];
-  u16 dout[kDoutStages][kHeadDim / kPanel][kPlaces][kPanel];
+  u16 q[kQStages][kHeadDim / kPanel][kWarpgroupRows][kPanel];
+  u16 dout[kDoutStages][kHeadDim / kPanel][kWarpgroupRows][kPanel];
 };
 
 // Barriers and step descriptions of a team.
 struct alignas(16) State {
-  float lse[kQStages][kPlaces], delta[kDoutStages][kPlaces];
+  float lse[kQStages][kWarpgroupRows], delta[kDoutStages][kWarpgroupRows];
   int4 info[kQStages];  // flags, first query, past-the-last query of the block, number of the keys;
                         // at the end: flags, part, the next part, number of the keys
   u64 kv_full, kv_empty;
@@ -80,15 +89,15 @@ struct alignas(16) State {
 
 struct Shared {
   Buffers buffers[kTeams];
-  float handed[kGroups][ADD_DQ ? 4 * kPieceFloats : 1];
-  u16 ds[2][ADD_DQ ? kGroups : 1][ADD_DQ ? kPlaces : 1][ADD_DQ ? kStep : 1];
+  float staging[kGroups][ADD_DQ ? 4 * kPieceFloats : 1];
+  u16 ds[2][ADD_DQ ? kGroups : 1][ADD_DQ ? kWarpgroupRows : 1][ADD_DQ ? kStep : 1];
   State states[kTeams];
-  int handed_piece[kGroups];  // of the hand-over buffer; -1: the end
+  int staged_piece[kGroups];  // of the staging buffer; -1: the end
 };
 
 constexpr u32 kBytesK = sizeof(Buffers::k);
 constexpr u32 kBytesQ = sizeof(Buffers::q) / kQStages;
-constexpr u32 kBytesRow = kPlaces * sizeof(float);
+constexpr u32 kBytesRow = kWarpgroupRows * sizeof(float);
 
 // ---- producers: one thread of each team ----
 
@@ -96,8 +105,8 @@ struct Loader {
   const SparseKeysParams& p;
   Buffers& b;
   State& s;
-  Ring<kQStages> at_q;
-  Ring<kDoutStages> at_dout;
+  PipelineState<kQStages> q_stage;
+  PipelineState<kDoutStages> dout_stage;
   u32 kv_parity = 1;
 
   DEVICE void keys(int piece, int head_kv) {
@@ -106,46 +115,49 @@ struct Loader {
     kv_parity ^= 1;
     barrier_expect_bytes(bar, 2 * kBytesK);
     for (int i = 0; i < kTileKeys; i += kPiece) {
-      load_panels<kHeadDim / kPanel>(&p.k, smem_address(b.k) + i * 128, kTileKeys * 128, piece * kTileKeys + i, head_kv,
-                                     bar);
-      load_panels<kHeadDim / kPanel>(&p.v, smem_address(b.v) + i * 128, kTileKeys * 128, piece * kTileKeys + i, head_kv,
-                                     bar);
+      load_panels<kHeadDim / kPanel>(&p.k, smem_address(b.k) + i * kPanelRowBytes, kTileKeys * kPanelRowBytes,
+                                     piece * kTileKeys + i, head_kv, bar);
+      load_panels<kHeadDim / kPanel>(&p.v, smem_address(b.v) + i * kPanelRowBytes, kTileKeys * kPanelRowBytes,
+                                     piece * kTileKeys + i, head_kv, bar);
     }
   }
 
-  DEVICE u32 announce(const int4& info) {
-    barrier_wait(smem_address(&s.q_empty[at_q.index]), at_q.parity ^ 1);
-    s.info[at_q.index] = info;
-    return smem_address(&s.q_full[at_q.index]);
+  DEVICE u32 acquire_q(const int4& info) {
+    barrier_wait(smem_address(&s.q_empty[q_stage.index]), q_stage.parity ^ 1);
+    s.info[q_stage.index] = info;
+    return smem_address(&s.q_full[q_stage.index]);
   }
 
-  // Loads 64 places of a block of queries, from `place` on.
-  DEVICE void step(const SparseTiles& t, int block, int pack, int place) {
+  // Loads 64 accumulator rows of a block of queries, from `acc_row` on.
+  DEVICE void step(const SparseTiles& t, int block, int pack, int acc_row) {
     const int piece = s.item.w;
     pack += (s.item.x >> kHeadShift) * t.packs;
     const int first_row = block * t.query_block, past_row = min(t.num_rows, first_row + t.query_block);
-    const int row = first_row + (place >> t.log2_heads),
-              head = (pack << t.log2_heads) + (place & (1 << t.log2_heads) - 1);
+    const int row = first_row + (acc_row >> t.log2_heads),
+              head = (pack << t.log2_heads) + (acc_row & (1 << t.log2_heads) - 1);
     const int past_key = (piece + 1) * kTileKeys;
-    const bool hides = past_row - row << t.log2_heads < kPlaces || row + t.reach < past_key || past_key > t.num_keys;
-    u32 bar = announce(make_int4(hides ? kHidesKeys : 0, row, past_row, piece));
-    if (ADD_DQ) s.sums[at_q.index] = 2 * pack * p.units + block * p.block_units + place / 16;
-    const i64 stats = (pack * p.stats_rows + static_cast<i64>(block) * p.stats_block << t.log2_heads) + place;
+    const bool hides =
+        past_row - row << t.log2_heads < kWarpgroupRows || row + t.reach < past_key || past_key > t.num_keys;
+    u32 bar = acquire_q(make_int4(hides ? kHidesKeys : 0, row, past_row, piece));
+    if (ADD_DQ) s.sums[q_stage.index] = 2 * pack * p.units + block * p.block_units + acc_row / 16;
+    const i64 stats = (pack * p.stats_rows + static_cast<i64>(block) * p.stats_block << t.log2_heads) + acc_row;
     barrier_expect_bytes(bar, kBytesQ + kBytesRow);
-    load_panels<kHeadDim / kPanel>(&p.q, smem_address(b.q[at_q.index]), kPlaces * 128, row, head, bar);
-    load_bytes(smem_address(s.lse[at_q.index]), p.lse + stats, kBytesRow, bar);
-    at_q.advance();
-    bar = smem_address(&s.dout_full[at_dout.index]);
-    barrier_wait(smem_address(&s.dout_empty[at_dout.index]), at_dout.parity ^ 1);
+    load_panels<kHeadDim / kPanel>(&p.q, smem_address(b.q[q_stage.index]), kWarpgroupRows * kPanelRowBytes, row, head,
+                                   bar);
+    load_bytes(smem_address(s.lse[q_stage.index]), p.lse + stats, kBytesRow, bar);
+    q_stage.advance();
+    bar = smem_address(&s.dout_full[dout_stage.index]);
+    barrier_wait(smem_address(&s.dout_empty[dout_stage.index]), dout_stage.parity ^ 1);
     barrier_expect_bytes(bar, kBytesQ + kBytesRow);
-    load_panels<kHeadDim / kPanel>(&p.dout, smem_address(b.dout[at_dout.index]), kPlaces * 128, row, head, bar);
-    load_bytes(smem_address(s.delta[at_dout.index]), p.delta + stats, kBytesRow, bar);
-    at_dout.advance();
+    load_panels<kHeadDim / kPanel>(&p.dout, smem_address(b.dout[dout_stage.index]), kWarpgroupRows * kPanelRowBytes,
+                                   row, head, bar);
+    load_bytes(smem_address(s.delta[dout_stage.index]), p.delta + stats, kBytesRow, bar);
+    dout_stage.advance();
   }
 
-  DEVICE void say(const int4& info) {
-    barrier_arrive(announce(info));
-    at_q.advance();
+  DEVICE void arrive_info(const int4& info) {
+    barrier_arrive(acquire_q(info));
+    q_stage.advance();
   }
 };
 
@@ -180,7 +192,7 @@ DEVICE void produce(const SparseKeysParams& p, Buffers& b, State& s, int team) {
   for (int i = 0; team > 0 && i < 100 && load_relaxed(t.counter) < gridDim.x; ++i) sleep_ns(100);
   Loader loader{p, b, s};
   const int most_parts = ADD_DQ ? 1 : p.parts;
-  const int steps = t.packs * (((t.query_block << t.log2_heads) + kPlaces - 1) / kPlaces);  // of an entry
+  const int steps = t.packs * (((t.query_block << t.log2_heads) + kWarpgroupRows - 1) / kWarpgroupRows);  // of an entry
   while (true) {
     int item = 0;
     if (own_lane() == 0) item = atomicAdd(t.counter, 1);
@@ -215,30 +227,31 @@ DEVICE void produce(const SparseKeysParams& p, Buffers& b, State& s, int team) {
         if (!loaded) loader.keys(s.item.w, s.item.x >> kHeadShift);
         loaded = true;
         for (int pack = 0; pack < t.packs; ++pack)
-          for (int place = 0; place < rows << t.log2_heads; place += kPlaces) loader.step(t, block, pack, place);
+          for (int acc_row = 0; acc_row < rows << t.log2_heads; acc_row += kWarpgroupRows)
+            loader.step(t, block, pack, acc_row);
       }
-      loader.say(s.item);
+      loader.arrive_info(s.item);
     }
     __syncwarp();
   }
   if (own_lane() == 0) {
-    loader.say(make_int4(kNoMoreSteps, 0, 0, 0));
+    loader.arrive_info(make_int4(kNoMoreSteps, 0, 0, 0));
     // Like leave(), but counts teams.
     if (atomicAdd(t.counter + 1, 1) == kTeams * static_cast<int>(gridDim.x) - 1) t.counter[0] = t.counter[1] = 0;
   }
 }
 
-// ---- two warps, one for each consumer warpgroup, that add hand-over buffers to the sums in device memory ----
+// ---- two warps, one for each consumer warpgroup, that add staging buffers to the sums in device memory ----
 
-DEVICE void add_handed(const SparseKeysParams& p, Shared& s, int warpgroup) {
+DEVICE void reduce_staged(const SparseKeysParams& p, Shared& s, int warpgroup) {
   while (true) {
-    named_arrive(kPlaceFree + warpgroup, 160);
-    named_sync(kPlaceFull + warpgroup, 160);
-    const int piece = s.handed_piece[warpgroup];
+    named_arrive(kStagingFree + warpgroup, kReduceThreads);
+    named_sync(kStagingFull + warpgroup, kReduceThreads);
+    const int piece = s.staged_piece[warpgroup];
     if (piece < 0) break;
     if (threadIdx.x % 32 == 0) {
-      add_floats(p.dq_sums + static_cast<i64>(piece) * kPieceFloats, smem_address(s.handed[warpgroup]),
-                 4 * kPieceFloats * 4);
+      add_floats(p.dq_sums + static_cast<i64>(piece) * kPieceFloats, smem_address(s.staging[warpgroup]),
+                 4 * kPieceFloats * sizeof(float));
       bulk_wait_read();
     }
     __syncwarp();
@@ -248,12 +261,12 @@ DEVICE void add_handed(const SparseKeysParams& p, Shared& s, int warpgroup) {
 
 // ---- consumers ----
 
-// acc[64 places, kHalf] = ds[64 places, 128 keys] * keys[128 keys, kHalf]
+// acc[64 rows, kHalf] = ds[64 rows, 128 keys] * keys[128 keys, kHalf]
 DEVICE void issue_dq(float (&acc)[kHalf / 2], const Operand& a, const Operand& b) {
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kTileKeys / 16; ++i)
-    Wgmma<T, kHalf>::template ss<0, 1>(acc, a.at((i / 4) * kPlaces * 128 + (i % 4) * 32), b.at(i * 16 * 128), i > 0);
+    Wgmma<T, kHalf>::template ss<0, 1>(acc, a.at(columns_step(i, kWarpgroupRows)), b.at(rows_step(i)), i > 0);
   wgmma_commit();
 }
 
@@ -263,11 +276,11 @@ struct Consumer {
   Buffers& b;
   State& state;
   const int warpgroup, lane, key;  // key: first of this thread's, of the item
-  Ring<kQStages> at_q;
-  Ring<kDoutStages> at_dout;
+  PipelineState<kQStages> q_stage;
+  PipelineState<kDoutStages> dout_stage;
   u32 kv_parity = 0;
-  Ring<2> buffer;     // of dS
-  int previous = -1;  // piece of dQ of the previous step, not added yet; -1: none
+  PipelineState<2> buffer;  // of dS
+  int previous = -1;        // piece of dQ of the previous step, not added yet; -1: none
   u32 ds_store = 0;
 
   DEVICE Consumer(const SparseKeysParams& p, Shared& s, int warpgroup)
@@ -277,123 +290,135 @@ struct Consumer {
         state(s.states[warpgroup / kMembers]),
         warpgroup(warpgroup),
         lane(threadIdx.x % 32),
-        key(warpgroup % kMembers * kStep + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {
+        key(warpgroup % kMembers * kStep + threadIdx.x % kWarpgroupThreads / kWarpThreads * 16 +
+            threadIdx.x % kWarpThreads / 4) {
     // stmatrix: lane L gives the address of row L % 8 of matrix L / 8. Matrices 1 and 3 are 8 keys further, 2 and 3 are
-    // 8 places further.
-    const int chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+    // 8 accumulator rows further.
+    const int chunk = threadIdx.x % kWarpgroupThreads / kWarpThreads * 2 + lane / 8 % 2;
     if (ADD_DQ)
-      ds_store = smem_address(s.ds[0][warpgroup]) + (lane / 16 * 8 + lane % 8) * 128 + ((chunk ^ lane % 8) << 4);
-    keep(ds_store);
+      ds_store =
+          smem_address(s.ds[0][warpgroup]) + (lane / 16 * 8 + lane % 8) * kPanelRowBytes + ((chunk ^ lane % 8) << 4);
+    opaque(ds_store);
   }
 
   // This warpgroup's half of the columns of the keys, for dQ.
   DEVICE Operand keys_half() const {
-    return Operand(smem_address(b.k) + warpgroup * kHalf / kPanel * kTileKeys * 128 + warpgroup * kHalf % kPanel * 2,
-                   kTileKeys * 128);
+    return Operand(
+        smem_address(b.k) + warpgroup * kHalf / kPanel * kTileKeys * kPanelRowBytes + warpgroup * kHalf % kPanel * 2,
+        kTileKeys * kPanelRowBytes);
   }
 
   // Waits for the other warpgroup's dS of the previous step; it has then also finished reading dS of the one before.
-  DEVICE void wait_ds() const { named_sync(kDsThere + 2 * buffer.index + 1 - warpgroup, 128 * kGroups); }
+  DEVICE void sync_ds_written() const {
+    named_sync(kDsWritten + 2 * buffer.index + 1 - warpgroup, kWarpgroupThreads * kGroups);
+  }
 
-  DEVICE void add_dq(const float (&dq)[kHalf / 2]) const {
-    named_sync(kPlaceFree + warpgroup, 160);
-    const u32 place = smem_address(s.handed[warpgroup]) + threadIdx.x % 128 / 32 * (kPieceFloats * 4) + lane * 16;
+  DEVICE void reduce_dq(const float (&dq)[kHalf / 2]) const {
+    constexpr u32 kVectorBytes = kWarpThreads * sizeof(float4);  // written by a warp at a time: 8 columns
+    named_sync(kStagingFree + warpgroup, kReduceThreads);
+    const u32 staging = smem_address(s.staging[warpgroup]) +
+                        threadIdx.x % kWarpgroupThreads / kWarpThreads * (kPieceFloats * sizeof(float)) +
+                        lane * sizeof(float4);
 #pragma unroll
     for (int i = 0; i < kHalf / 8; ++i)
-      store_shared_v4(place + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-    if (threadIdx.x % 128 == 0) s.handed_piece[warpgroup] = previous;
+      store_shared_v4(staging + i * kVectorBytes, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    if (threadIdx.x % kWarpgroupThreads == 0) s.staged_piece[warpgroup] = previous;
     fence_async_proxy();
-    named_arrive(kPlaceFull + warpgroup, 160);
+    named_arrive(kStagingFull + warpgroup, kReduceThreads);
   }
 
   // dQ of the last step of an item.
-  DEVICE void add_last_dq() {
+  DEVICE void reduce_last_dq() {
     float dq[kHalf / 2];
-    wait_ds();
+    sync_ds_written();
     issue_dq(dq, Operand(smem_address(s.ds[buffer.index])), keys_half());
     wgmma_wait<0>();
-    pin(dq);
-    add_dq(dq);
+    fence_operand(dq);
+    reduce_dq(dq);
     previous = -1;
   }
 
   DEVICE void step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2], int flags) {
-    float x[kPlaces / 2], y[kPlaces / 2], own[kHalf / 2 == kPlaces / 2 ? 1 : kHalf / 2];
-    u32 probs[kPlaces / 4], ds[kPlaces / 4];
-    const int piece = ADD_DQ ? uniform(state.sums[at_q.index]) + warpgroup * p.units : 0;
-    const u32 row = warpgroup % kMembers * kStep * 128;
-    issue_logits<kHeadDim, kPlaces, kTileKeys>(x, Operand(smem_address(b.k) + row),
-                                               Operand(smem_address(b.q[at_q.index])));
-    barrier_wait(smem_address(&state.dout_full[at_dout.index]), at_dout.parity);
-    issue_logits<kHeadDim, kPlaces, kTileKeys>(y, Operand(smem_address(b.v) + row),
-                                               Operand(smem_address(b.dout[at_dout.index])));
-    u32 values = smem_address(state.lse[at_q.index]) + lane % 4 * 8;
+    float scores_t[kWarpgroupRows / 2], dp_t[kWarpgroupRows / 2], own[kDqSharesDp ? 1 : kHalf / 2];
+    u32 probs_t[kWarpgroupRows / 4], ds_t[kWarpgroupRows / 4];
+    const int piece = ADD_DQ ? uniform(state.sums[q_stage.index]) + warpgroup * p.units : 0;
+    const u32 row = warpgroup % kMembers * kStep * kPanelRowBytes;
+    issue_scores<T, kHeadDim, kWarpgroupRows, kTileKeys>(scores_t, Operand(smem_address(b.k) + row),
+                                                         Operand(smem_address(b.q[q_stage.index])));
+    barrier_wait(smem_address(&state.dout_full[dout_stage.index]), dout_stage.parity);
+    issue_scores<T, kHeadDim, kWarpgroupRows, kTileKeys>(dp_t, Operand(smem_address(b.v) + row),
+                                                         Operand(smem_address(b.dout[dout_stage.index])));
+    u32 values = smem_address(state.lse[q_stage.index]) + lane % 4 * 8;
     float2 two[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) two[j] = load_shared_v2(values + 32 * j);
     wgmma_wait<1>();
-    pin(x);
+    fence_operand(scores_t);
     if (flags & kHidesKeys) {
-      const int4 info = state.info[at_q.index];
+      const int4 info = state.info[q_stage.index];
       int2 bounds[2];
       const int past = info.z - info.y << p.tiles.log2_heads;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int number = info.w * kTileKeys + key + 8 * r;
-        const int first = number < p.tiles.num_keys ? number - p.tiles.reach + 1 - info.y : kPlaces;  // that sees it
-        bounds[r] = make_int2(min(max(first, 0), kPlaces) << p.tiles.log2_heads, past);
+        const int first =
+            number < p.tiles.num_keys ? number - p.tiles.reach + 1 - info.y : kWarpgroupRows;  // that sees it
+        bounds[r] = make_int2(min(max(first, 0), kWarpgroupRows) << p.tiles.log2_heads, past);
       }
-      apply_mask(x, 2 * (lane % 4), bounds);
+      apply_mask(scores_t, 2 * (lane % 4), bounds);
     }
 #pragma unroll
-    for (int i = 0; i < kPlaces / 2; ++i)
-      x[i] = exp2_fast(fmaf(x[i], p.scale_log2, i % 2 ? -two[i / 4].y : -two[i / 4].x));
-    pack_pairs(probs, x);
-    issue_weighted<kHeadDim, kPlaces>(dv, probs, Operand(smem_address(b.dout[at_dout.index]), kPlaces * 128));
-    values = smem_address(state.delta[at_dout.index]) + lane % 4 * 8;
+    for (int i = 0; i < kWarpgroupRows / 2; ++i)
+      scores_t[i] = exp2_fast(fmaf(scores_t[i], p.scale_log2, i % 2 ? -two[i / 4].y : -two[i / 4].x));
+    pack_pairs<T>(probs_t, scores_t);
+    issue_weighted<T, kHeadDim, kWarpgroupRows>(
+        dv, probs_t, Operand(smem_address(b.dout[dout_stage.index]), kWarpgroupRows * kPanelRowBytes));
+    values = smem_address(state.delta[dout_stage.index]) + lane % 4 * 8;
 #pragma unroll
     for (int j = 0; j < 8; ++j) two[j] = load_shared_v2(values + 32 * j);
     wgmma_wait<1>();  // dP
-    pin(y);
+    fence_operand(dp_t);
 #pragma unroll
-    for (int i = 0; i < kPlaces / 4; ++i)
-      ds[i] = T::pack(x[2 * i] * (y[2 * i] - two[i / 2].x), x[2 * i + 1] * (y[2 * i + 1] - two[i / 2].y));
-    auto& dq = choose < kHalf / 2 == kPlaces / 2 > (y, own);  // to save registers
+    for (int i = 0; i < kWarpgroupRows / 4; ++i)
+      ds_t[i] = T::pack(scores_t[2 * i] * (dp_t[2 * i] - two[i / 2].x),
+                        scores_t[2 * i + 1] * (dp_t[2 * i + 1] - two[i / 2].y));
+    auto& dq = choose<kDqSharesDp>(dp_t, own);  // to save registers
     if constexpr (ADD_DQ) {
-      if (previous >= 0) wait_ds();
+      if (previous >= 0) sync_ds_written();
       const Operand before(smem_address(s.ds[buffer.index]));
       buffer.advance();
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        store_transposed_x4(ds_store + buffer.index * (sizeof(Shared::ds) / 2) + i * 16 * 128, ds[4 * i], ds[4 * i + 1],
-                            ds[4 * i + 2], ds[4 * i + 3]);
+        store_transposed_x4(ds_store + buffer.index * (sizeof(Shared::ds) / 2) + rows_step(i), ds_t[4 * i],
+                            ds_t[4 * i + 1], ds_t[4 * i + 2], ds_t[4 * i + 3]);
       // In an item's first step the operand is stale and the result is not used: ptxas serializes all wgmmas if one is
       // on one side of a branch.
       issue_dq(dq, before, keys_half());
     }
-    issue_weighted<kHeadDim, kPlaces>(dk, ds, Operand(smem_address(b.q[at_q.index]), kPlaces * 128));
+    issue_weighted<T, kHeadDim, kWarpgroupRows>(
+        dk, ds_t, Operand(smem_address(b.q[q_stage.index]), kWarpgroupRows * kPanelRowBytes));
     if constexpr (ADD_DQ) fence_async_proxy();
     wgmma_wait<1>();  // dV, dQ
     if constexpr (ADD_DQ) {
-      pin(dq);
-      named_arrive(kDsThere + 2 * buffer.index + warpgroup, 128 * kGroups);
-      if (previous >= 0) add_dq(dq);
+      fence_operand(dq);
+      named_arrive(kDsWritten + 2 * buffer.index + warpgroup, kWarpgroupThreads * kGroups);
+      if (previous >= 0) reduce_dq(dq);
       previous = piece;
     }
-    release(state.dout_empty[at_dout.index], lane);
-    at_dout.advance();
+    release(state.dout_empty[dout_stage.index], lane);
+    dout_stage.advance();
     wgmma_wait<0>();
-    pin(probs);
-    pin(ds);
-    pin(dv);
-    pin(dk);
+    fence_operand(probs_t);
+    fence_operand(ds_t);
+    fence_operand(dv);
+    fence_operand(dk);
   }
 
   // Adds the partial sums of one accumulator.
   DEVICE static void add_sums(float (&acc)[kHeadDim / 2], const float4* sums) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 8; ++i) {
-      const float4 other = __ldcg(sums + 128 * i);
+      const float4 other = __ldcg(sums + kWarpgroupThreads * i);
       acc[4 * i] += other.x, acc[4 * i + 1] += other.y, acc[4 * i + 2] += other.z, acc[4 * i + 3] += other.w;
     }
   }
@@ -401,7 +426,7 @@ struct Consumer {
   DEVICE static void put_sums(const float (&acc)[kHeadDim / 2], float4* sums) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 8; ++i)
-      __stcg(sums + 128 * i, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
+      __stcg(sums + kWarpgroupThreads * i, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
   }
 
   // Adds the partial sums of earlier parts. Returns whether this was the last part; if not, the sums are left for the
@@ -409,12 +434,12 @@ struct Consumer {
   // the counter in `parts_done` grows by p.parts with each.
   DEVICE bool whole(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2], int head_kv, const int4& item) {
     if (ADD_DQ || p.parts == 1) return true;
-    constexpr int kSize = kHeadDim / 8 * 128;
+    constexpr int kSize = kHeadDim / 8 * kWarpgroupThreads;
     const int pieces = (p.tiles.num_keys + kTileKeys - 1) / kTileKeys;
     const bool last = item.z == p.parts, adds = !(item.x & kAddsNothing);
-    const i64 place = static_cast<i64>(head_kv % p.sum_heads * pieces + item.w) * kMembers + warpgroup % kMembers;
-    float4* sums = p.part_sums + 2 * place * kSize + threadIdx.x % 128;
-    u32* done = p.parts_done + place * 4 + threadIdx.x % 128 / 32;
+    const i64 at = static_cast<i64>(head_kv % p.sum_heads * pieces + item.w) * kMembers + warpgroup % kMembers;
+    float4* sums = p.part_sums + 2 * at * kSize + threadIdx.x % kWarpgroupThreads;
+    u32* done = p.parts_done + at * 4 + threadIdx.x % kWarpgroupThreads / kWarpThreads;
     const u32 begin = head_kv / p.sum_heads * p.parts;
     while (load_acquire_gpu(done) < begin + item.y) sleep_ns(100);
     if (item.x & kSumsThere && (last || adds)) add_sums(dk, sums), add_sums(dv, sums + kSize);
@@ -441,23 +466,23 @@ struct Consumer {
       int flags;
       int4 item;
       while (true) {
-        barrier_wait(smem_address(&state.q_full[at_q.index]), at_q.parity);
-        flags = uniform(state.info[at_q.index].x);
+        barrier_wait(smem_address(&state.q_full[q_stage.index]), q_stage.parity);
+        flags = uniform(state.info[q_stage.index].x);
         if (flags & kNoMoreSteps) break;
         if (flags & kLastStep) {
-          item = state.info[at_q.index];
+          item = state.info[q_stage.index];
         } else {
           if (!waited) barrier_wait(smem_address(&state.kv_full), kv_parity);
           waited = true;
           step(dk, dv, flags);
         }
-        release(state.q_empty[at_q.index], lane);
-        at_q.advance();
+        release(state.q_empty[q_stage.index], lane);
+        q_stage.advance();
         if (flags & kLastStep) break;
       }
       if (flags & kNoMoreSteps) break;
       if constexpr (ADD_DQ)
-        if (previous >= 0) add_last_dq();
+        if (previous >= 0) reduce_last_dq();
       if (waited) release(state.kv_empty, lane), kv_parity ^= 1;
       const int head_kv = flags >> kHeadShift, first_key = item.w * kTileKeys;
       if (!whole(dk, dv, head_kv, item)) continue;
@@ -465,16 +490,16 @@ struct Consumer {
       store(dv, p.dv, p.dv_row, p.dv_head, 1.f, head_kv, first_key);
     }
     if (!ADD_DQ) return;
-    named_sync(kPlaceFree + warpgroup, 160);
-    if (threadIdx.x % 128 == 0) s.handed_piece[warpgroup] = -1;
+    named_sync(kStagingFree + warpgroup, kReduceThreads);
+    if (threadIdx.x % kWarpgroupThreads == 0) s.staged_piece[warpgroup] = -1;
     __syncwarp();
-    named_arrive(kPlaceFull + warpgroup, 160);
+    named_arrive(kStagingFull + warpgroup, kReduceThreads);
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
+extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
     ffa_sparse_backward_keys(const __grid_constant__ SparseKeysParams p) {
-  extern __shared__ __align__(1024) u8 memory[];
+  extern __shared__ __align__(kSwizzleAtomBytes) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     for (State& state : s.states) {
@@ -486,15 +511,15 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   }
   __syncthreads();
   await_earlier_kernels();
-  if (threadIdx.x < 128) {
-    registers_shrink<24>();  // together with registers_grow: all registers of the block
+  if (threadIdx.x < kWarpgroupThreads) {
+    registers_shrink<kProducerRegisters>();
     const int warp = uniform(threadIdx.x / 32);
     if (warp < kTeams) {
       produce(p, s.buffers[warp], s.states[warp], warp);
     } else if (ADD_DQ && (warp == 1 || warp == 2))
-      add_handed(p, s, warp - 1);
+      reduce_staged(p, s, warp - 1);
   } else {
-    registers_grow<240>();
-    Consumer(p, s, uniform(threadIdx.x / 128) - 1).run();
+    registers_grow<kConsumerRegisters>();
+    Consumer(p, s, uniform(threadIdx.x / kWarpgroupThreads) - 1).run();
   }
 }

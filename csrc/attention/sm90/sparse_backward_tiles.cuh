@@ -1,7 +1,5 @@
-// Shared by the kernels of the sparse backward whose work item is a tile of 128 places (sparse_tiles.cuh) and that
-// accumulate its dQ.
-//
-// Define before including: what sparse_tiles.cuh needs; kStages, buffers of keys and of values; T, the element type.
+// Shared by the kernels of the sparse backward whose work item is a tile of 128 accumulator rows (sparse_tiles.cuh) and
+// that accumulate its dQ.
 #pragma once
 
 #include "sparse_tiles.cuh"
@@ -22,10 +20,11 @@ struct SparseBackwardParams {
   float scale, scale_log2;
 };
 
-// Shared memory of both kernels: the tile, and the ring of keys and values.
+// Shared memory of both kernels: the tile, and kStages buffers of keys and of values.
+template <int kHeadDim, int kGroups, int kStep, int kStages>
 struct TileBuffers {
-  alignas(1024) u16 q[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
-  u16 dout[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
+  alignas(kSwizzleAtomBytes) u16 q[kGroups][kHeadDim / kPanel][kWarpgroupRows][kPanel];
+  u16 dout[kGroups][kHeadDim / kPanel][kWarpgroupRows][kPanel];
   u16 k[kStages][kHeadDim / kPanel][kStep][kPanel];
   u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
   u64 rows_full, rows_empty;
@@ -44,22 +43,24 @@ struct TileBuffers {
 };
 
 // Loads queries and dO of a tile once those of the previous tile are released. Called by one thread.
-DEVICE void load_queries(const SparseBackwardParams& p, TileBuffers& s, const Tile& tile, u32 parity) {
+template <int kHeadDim, int kGroups, int kStep, int kStages>
+DEVICE void load_queries(const SparseBackwardParams& p, TileBuffers<kHeadDim, kGroups, kStep, kStages>& s,
+                         const Tile& tile, u32 parity) {
   const u32 bar = smem_address(&s.rows_full), bytes = sizeof(s.q) + sizeof(s.dout);
   barrier_wait(smem_address(&s.rows_empty), parity);
   barrier_expect_bytes(bar, bytes);
 #pragma unroll
   for (int w = 0; w < kGroups; ++w) {
-    load_places(&p.q, smem_address(s.q[w]), p.tiles, tile, w, bar);
-    load_places(&p.dout, smem_address(s.dout[w]), p.tiles, tile, w, bar);
+    load_tile_rows<kHeadDim>(&p.q, smem_address(s.q[w]), p.tiles, tile, w, bar);
+    load_tile_rows<kHeadDim>(&p.dout, smem_address(s.dout[w]), p.tiles, tile, w, bar);
   }
 }
 
-// The two places (accumulator rows) of a thread in a tile.
-struct Places : Rows {
+// The two accumulator rows of a thread in a tile.
+struct BackwardThreadRows : SparseThreadRows {
   float lse[2], delta[2];
 
-  using Rows::Rows;
+  using SparseThreadRows::SparseThreadRows;
 
   // lse is inf, so that all probabilities are 0, for rows outside the tile and for rows that see no keys.
   DEVICE void load_stats(const SparseBackwardParams& p, int first_row, int head_rows) {
@@ -75,6 +76,7 @@ struct Places : Rows {
     }
   }
 
+  template <typename T, int kHeadDim>
   DEVICE void store_dq(const SparseBackwardParams& p, const float (&dq)[kHeadDim / 2], int first_row, int head_rows,
                        int lane) const {
 #pragma unroll

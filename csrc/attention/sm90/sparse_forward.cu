@@ -1,22 +1,28 @@
-// Sparse attention forward for sm_90a. A work item is a tile of 64 or 128 places (sparse_tiles.cuh) over all keys of
-// its list.
+// Sparse attention forward for sm_90a. A work item is a tile of 64 or 128 accumulator rows (sparse_tiles.cuh) over all
+// keys of its list.
 //
 // As in forward.cu, a producer streams keys and values through shared memory and each consumer warpgroup owns 64
-// places. A step has 64 keys for each warpgroup: pieces of blocks, loaded by TMA, or single keys, gathered by four
-// warps (cp.async). With tiles of 64 places two thread blocks share an SM.
+// own_rows. A step has 64 keys for each warpgroup: pieces of blocks, loaded by TMA, or single keys, gathered by four
+// warps (cp.async). With tiles of 64 accumulator rows two thread blocks share an SM.
 //
 // Compile-time: HEAD_DIM, GROUPS (1 or 2 consumer warpgroups), INDEXED (0: lists of blocks; 1: of single keys), DTYPE
 // (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
-#include "softmax.cuh"
+#include "forward_consumer.cuh"
+#include "sparse_tiles.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kStep = 64 * GROUPS;
 constexpr int kKStages = INDEXED ? 3 : 2, kStages = 2;
+constexpr int kBlockThreads = kWarpgroupThreads * (kGroups + 1);
 using T = DTYPE;
+using Gather = KeyGather<kHeadDim, kStep>;
 
-#include "row_products.cuh"
-#include "sparse_tiles.cuh"
+// Registers of a thread. Together they are all that the block was launched with: 256 threads of 128 twice on an SM, or
+// 384 of 168.
+constexpr int kProducerRegisters = INDEXED ? 56 : 40;
+constexpr int kConsumerRegisters = (kGroups == 1 ? 216 : 232) - (INDEXED ? 16 / kGroups : 0);
+static_assert(kProducerRegisters + kGroups * kConsumerRegisters == (kGroups == 1 ? 128 : 168) * (kGroups + 1));
 
 struct SparseForwardParams {
   TensorMap q, k, v;
@@ -32,7 +38,7 @@ struct SparseForwardParams {
 };
 
 struct Shared {
-  alignas(1024) u16 q[kStages][kGroups][kHeadDim / kPanel][kPlaces][kPanel];
+  alignas(kSwizzleAtomBytes) u16 q[kStages][kGroups][kHeadDim / kPanel][kWarpgroupRows][kPanel];
   u16 k[kKStages][kHeadDim / kPanel][kStep][kPanel];
   u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
   u64 q_full[kStages], q_empty[kStages];
@@ -50,62 +56,63 @@ struct Loader {
   const SparseForwardParams& p;
   Shared& s;
   const int warp, lane;
-  Ring<kKStages> rk;
-  Ring<kStages> rq, rv;
+  PipelineState<kKStages> k_stage;
+  PipelineState<kStages> q_stage, v_stage;
   // Values are loaded after the keys of the next step, even of the next item: the consumers need them in this order.
   int4 earlier = make_int4(0, 0, 0, 0);  // blocks: first keys
   int earlier_head = -1, slot = 0;       // slot: of the numbers
 
   DEVICE void queries(const Tile& tile) {
     if (warp == 0 && lane == 0) {
-      const u32 bar = smem_address(&s.q_full[rq.index]);
-      barrier_wait(smem_address(&s.q_empty[rq.index]), rq.parity ^ 1);
+      const u32 bar = smem_address(&s.q_full[q_stage.index]);
+      barrier_wait(smem_address(&s.q_empty[q_stage.index]), q_stage.parity ^ 1);
       barrier_expect_bytes(bar, kGroups * kBytesQ);
 #pragma unroll
-      for (int w = 0; w < kGroups; ++w) load_places(&p.q, smem_address(s.q[rq.index][w]), p.tiles, tile, w, bar);
+      for (int w = 0; w < kGroups; ++w)
+        load_tile_rows<kHeadDim>(&p.q, smem_address(s.q[q_stage.index][w]), p.tiles, tile, w, bar);
     }
-    rq.advance();
+    q_stage.advance();
   }
 
   // Blocks.
   DEVICE void step(const Tile& tile, int flags, const int4& keys) {
     if (lane == 0) {
-      const u32 bar = smem_address(&s.k_full[rk.index]);
-      barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
-      describe(s.info[rk.index], tile, flags);
-      *reinterpret_cast<int4*>(s.info[rk.index].keys) = keys;
+      const u32 bar = smem_address(&s.k_full[k_stage.index]);
+      barrier_wait(smem_address(&s.k_empty[k_stage.index]), k_stage.parity ^ 1);
+      describe(s.info[k_stage.index], tile, flags);
+      *reinterpret_cast<int4*>(s.info[k_stage.index].keys) = keys;
       barrier_expect_bytes(bar, kBytesK);
-      load_pieces(&p.k, smem_address(s.k[rk.index]), keys, tile.head_kv, bar);
+      load_pieces<kHeadDim, kStep>(&p.k, smem_address(s.k[k_stage.index]), keys, tile.head_kv, bar);
       load_values();
     } else if (earlier_head >= 0) {
-      rv.advance();
+      v_stage.advance();
     }
-    rk.advance();
+    k_stage.advance();
     earlier = keys, earlier_head = tile.head_kv;
   }
 
   DEVICE void load_values() {
     if (earlier_head < 0) return;
-    barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
-    const u32 bar = smem_address(&s.v_full[rv.index]);
+    barrier_wait(smem_address(&s.v_empty[v_stage.index]), v_stage.parity ^ 1);
+    const u32 bar = smem_address(&s.v_full[v_stage.index]);
     barrier_expect_bytes(bar, kBytesK);
-    load_pieces(&p.v, smem_address(s.v[rv.index]), earlier, earlier_head, bar);
-    rv.advance();
+    load_pieces<kHeadDim, kStep>(&p.v, smem_address(s.v[v_stage.index]), earlier, earlier_head, bar);
+    v_stage.advance();
   }
 
   // Single keys. The copies are asynchronous; no thread waits for them here.
   DEVICE void step(const Tile& tile, int flags, int index) {
     const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
-    const u32 bits = __ballot_sync(0xffffffffu, seen), bar = smem_address(&s.k_full[rk.index]);
-    share_numbers(s.numbers[slot], warp, lane, seen ? index : -1);
-    barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
+    const u32 bits = __ballot_sync(0xffffffffu, seen), bar = smem_address(&s.k_full[k_stage.index]);
+    Gather::share_indices(s.numbers[slot], warp, lane, seen ? index : -1);
+    barrier_wait(smem_address(&s.k_empty[k_stage.index]), k_stage.parity ^ 1);
     if (lane == 0) {
-      if (warp == 0) describe(s.info[rk.index], tile, flags);
-      s.info[rk.index].keys[warp] = static_cast<int>(bits);
+      if (warp == 0) describe(s.info[k_stage.index], tile, flags);
+      s.info[k_stage.index].keys[warp] = static_cast<int>(bits);
       barrier_arrive(bar);
     }
-    gather(smem_address(s.k[rk.index]), p.keys + tile.head_kv * p.k_head, p.k_row, slot, bar);
-    rk.advance();
+    gather(smem_address(s.k[k_stage.index]), p.keys + tile.head_kv * p.k_head, p.k_row, slot, bar);
+    k_stage.advance();
     gather_values();
     slot ^= 1;
     earlier_head = tile.head_kv;
@@ -113,30 +120,31 @@ struct Loader {
 
   DEVICE void gather_values() {
     if (earlier_head < 0) return;
-    barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
-    gather(smem_address(s.v[rv.index]), p.values + earlier_head * p.v_head, p.v_row, slot ^ 1,
-           smem_address(&s.v_full[rv.index]));
-    rv.advance();
+    barrier_wait(smem_address(&s.v_empty[v_stage.index]), v_stage.parity ^ 1);
+    gather(smem_address(s.v[v_stage.index]), p.values + earlier_head * p.v_head, p.v_row, slot ^ 1,
+           smem_address(&s.v_full[v_stage.index]));
+    v_stage.advance();
   }
 
   DEVICE void gather(u32 smem, const u16* rows, int row_stride, int slot, u32 bar) const {
-    gather_rows(smem + gather_place(warp, lane), rows + lane % kChunks * 8, row_stride, s.numbers[slot], warp, lane);
+    Gather::copy_rows(smem + Gather::offset(warp, lane), rows + lane % Gather::kChunks * 8, row_stride, s.numbers[slot],
+                      warp, lane);
     copies_arrive(bar);
   }
 
-  // The consumers compute logits of this step but do not use them.
+  // The consumers compute scores of this step but do not use them.
   DEVICE void end() {
     if (INDEXED)
       gather_values();
     else if (lane == 0)
       load_values();
-    const u32 bar = smem_address(&s.k_full[rk.index]);
+    const u32 bar = smem_address(&s.k_full[k_stage.index]);
     if (lane == 0) {
-      barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
+      barrier_wait(smem_address(&s.k_empty[k_stage.index]), k_stage.parity ^ 1);
       if (warp == 0) {
-        s.info[rk.index].flags = kNoMoreSteps;
-        barrier_wait(smem_address(&s.q_empty[rq.index]), rq.parity ^ 1);
-        barrier_arrive(smem_address(&s.q_full[rq.index]));
+        s.info[k_stage.index].flags = kNoMoreSteps;
+        barrier_wait(smem_address(&s.q_empty[q_stage.index]), q_stage.parity ^ 1);
+        barrier_arrive(smem_address(&s.q_full[q_stage.index]));
       }
       barrier_arrive(bar);
     }
@@ -148,16 +156,16 @@ struct Loader {
 DEVICE void produce(const SparseForwardParams& p, Shared& s, int warp, int lane) {
   Loader loader{p, s, warp, lane};
 #if INDEXED
-  walk_indices(p.tiles, loader, warp, lane);
+  walk_key_lists<kGroups, kHeadDim, kStep>(p.tiles, loader, warp, lane);
 #else
-  if (warp == 0) walk_blocks(p.tiles, loader, lane);
+  if (warp == 0) walk_block_lists<kGroups, kStep>(p.tiles, loader, lane);
 #endif
 }
 
 // ---- consumers ----
 
-DEVICE void finish(const SparseForwardParams& p, const float (&acc)[kHeadDim / 2], const Softmax& softmax,
-                   const Rows& rows, int first_row, int head_rows, int lane) {
+DEVICE void store_item(const SparseForwardParams& p, const float (&acc)[kHeadDim / 2], const Softmax& softmax,
+                       const SparseThreadRows& own_rows, int first_row, int head_rows, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float sum = softmax.sum[r];
@@ -166,8 +174,8 @@ DEVICE void finish(const SparseForwardParams& p, const float (&acc)[kHeadDim / 2
     const bool any = sum > 0.f;
     float lse = any ? (softmax.reference[r] + log2_fast(sum)) * kLn2 : -kInfinity;
     float factor = any ? reciprocal_fast(sum) : 0.f;
-    const i64 row = first_row + rows.row[r], head = (head_rows & 0xffff) + rows.head[r];
-    const bool valid = rows.row[r] < head_rows >> 16;
+    const i64 row = first_row + own_rows.row[r], head = (head_rows & 0xffff) + own_rows.head[r];
+    const bool valid = own_rows.row[r] < head_rows >> 16;
     if (p.sink_lse && valid) {
       const float own = lse;
       lse = log_add(lse, __ldg(p.sink_lse + row * p.sink_row + head * p.sink_head));
@@ -195,150 +203,70 @@ DEVICE void finish(const SparseForwardParams& p, const float (&acc)[kHeadDim / 2
 }
 
 // Masks keys of a step that a row does not see.
-DEVICE void hide_keys(float (&x)[kStep / 2], const StepInfo& info, const SparseTiles& p, const Rows& rows, int lane) {
+DEVICE void hide_keys(float (&x)[kStep / 2], const StepInfo& info, const SparseTiles& p,
+                      const SparseThreadRows& own_rows, int lane) {
   if (INDEXED) {
-    hide_unseen(x, info, lane);
+    Gather::hide_unseen(x, info, lane);
     return;
   }
-  hide_pieces(x, info, lane, [&](int r) { return min(p.num_keys, info.first_row + rows.row[r] + p.reach); });
+  hide_pieces<kStep>(x, info, lane, [&](int r) { return min(p.num_keys, info.first_row + own_rows.row[r] + p.reach); });
 }
 
-DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
-  const int lane = threadIdx.x % 32;
-  const Rows rows(warpgroup, p.tiles.log2_heads);
-  u32 leads = lane == 0;
-  keep(leads);
-  auto release = [&](u32 barrier) {
-    if (leads) barrier_arrive(barrier);
-  };
-  Ring<kKStages> rk;
-  Ring<kStages> rq, rv;
-  // 32-bit address arithmetic, which stays in uniform registers.
-  auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
-  int flags;  // of the step whose logits were issued last
-  float logits[kStep / 2];
-  auto wait_rows = [](u32 barrier, u32 parity) {
-    barrier_wait(barrier, parity);
-    if (INDEXED) fence_async_proxy();
-  };
-  auto wait_k = [&] { wait_rows(nth(s.k_full, 8, rk.index), rk.parity); };
-  auto wait_v = [&] { wait_rows(nth(s.v_full, 8, rv.index), rv.parity); };
-  auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, rq.index), rq.parity); };
-  auto release_k = [&] {
-    release(nth(s.k_empty, 8, rk.index));
-    rk.advance();
-  };
-  auto release_v = [&] {
-    release(nth(s.v_empty, 8, rv.index));
-    rv.advance();
-  };
-  auto queries = [&] { return nth(s.q, kBytesQ, rq.index * kGroups + warpgroup); };
-  auto keys = [&] { return nth(s.k, kBytesK, rk.index); };
-  auto values = [&] { return Operand(nth(s.v, kBytesK, rv.index), kStep * 128); };
-  auto shape = [&](float (&x)[kStep / 2]) {
-    if (INDEXED || flags & kHidesKeys) hide_keys(x, s.info[rk.index], p.tiles, rows, lane);
+// For the consumers' loop, see forward_consumer.cuh.
+struct Kernel {
+  using Element = T;
+  using Rows = SparseThreadRows;
+  static constexpr int kHeadDim = ::kHeadDim, kHeadDimV = ::kHeadDim, kWidth = kStep, kGroups = ::kGroups;
+  static constexpr int kKStages = ::kKStages, kVStages = ::kStages, kQStages = ::kStages;
+  static constexpr u32 kBytesQ = ::kBytesQ, kBytesK = ::kBytesK, kBytesV = ::kBytesK;
+  static constexpr int kLast = kLastStep, kEnd = kNoMoreSteps;
+  static constexpr bool kStagesOutput = false, kGathersKeys = INDEXED;
+
+  static DEVICE const SparseTiles& tiles(const SparseForwardParams& p) { return p.tiles; }
+  static DEVICE int num_items(const SparseForwardParams& p) { return p.tiles.num_items; }
+  static DEVICE bool stages_output(const SparseForwardParams&) { return false; }
+  static DEVICE const void* k_full(const Shared& s) { return s.k_full; }
+  static DEVICE const void* k_empty(const Shared& s) { return s.k_empty; }
+  static DEVICE int q_barrier(int stage, int) { return stage; }
+  static DEVICE int flags(const Shared& s, int stage) { return s.info[stage].flags; }
+  static DEVICE int first_row(const Shared& s, int stage) { return s.info[stage].first_row; }
+  static DEVICE int head_rows(const Shared& s, int stage) { return s.info[stage].head_rows; }
+
+  static DEVICE void mask(const SparseForwardParams& p, const Shared& s, float (&scores)[kStep / 2], int flags,
+                          int stage, const SparseThreadRows& own_rows, int, int lane) {
+    if (INDEXED || flags & kHidesKeys) hide_keys(scores, s.info[stage], p.tiles, own_rows, lane);
     __syncwarp();  // all lanes have read before one of them releases the step
-  };
-  auto again = [&](float (&x)[kStep / 2]) {
-    recompute_logits<kHeadDim, kStep>(x, queries(), keys(), threadIdx.x % 128 / 32 * 16 + lane / 4, lane);
-    shape(x);
-  };
-  const bool look = p.max_logits != nullptr;
-
-  wait_k();
-  wait_q();
-  issue_logits<kHeadDim, kStep>(logits, Operand(queries()), Operand(keys()));
-  __syncwarp();
-  flags = uniform(s.info[rk.index].flags);
-  wgmma_wait<0>();
-  pin(logits);
-  while (!(flags & kNoMoreSteps)) {
-    // Here the logits of the item's first step are complete.
-    const int first_row = s.info[rk.index].first_row, head_rows = s.info[rk.index].head_rows;
-    __syncwarp();
-    float out[kHeadDim / 2], rescale[2];
-    u32 probs[kStep / 4];
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) out[i] = 0.f;
-    Softmax softmax;
-    softmax.reset();
-    shape(logits);
-    softmax.update(logits, p.scale_log2, rescale, look, again);
-    release_k();
-    pack_pairs(probs, logits);
-    const Operand q(queries());
-    while (true) {
-      // kLastStep always ends the loop. As the loop's condition, the compiler would rotate the loop and duplicate the
-      // test, after which ptxas runs out of registers and serializes the wgmmas.
-      if (flags & kLastStep) {
-        if (p.tiles.num_items >= 0) break;
-        flags = uniform(flags + 1);
-      }
-      const Operand k(keys()), v = values();
-      wait_k();
-      issue_logits<kHeadDim, kStep>(logits, q, k);
-      wait_v();
-      issue_weighted<kHeadDim, kStep>(out, probs, v);
-      flags = uniform(s.info[rk.index].flags);
-      wgmma_wait<1>();
-      pin(logits);
-      shape(logits);
-      const bool grown = softmax.update(logits, p.scale_log2, rescale, look, again);
-      hold(softmax.sum[0] + softmax.sum[1]);
-      release_k();
-      wgmma_wait<0>();
-      pin(out);
-      pin(probs);
-      release_v();
-      if (grown) {
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 2; ++i) out[i] *= rescale[(i >> 1) & 1];
-      }
-      pack_pairs(probs, logits);
-    }
-    release(nth(s.q_empty, 8, rq.index));
-    rq.advance();
-    const Operand v = values();
-    wait_v();
-    issue_weighted<kHeadDim, kStep>(out, probs, v);
-    const Operand next_q(queries()), next_k(keys());
-    wait_k();
-    wait_q();
-    issue_logits<kHeadDim, kStep>(logits, next_q, next_k);
-    flags = uniform(s.info[rk.index].flags);
-    wgmma_wait<1>();
-    pin(out);
-    pin(probs);
-    release_v();
-    finish(p, out, softmax, rows, first_row, head_rows, lane);
-    wgmma_wait<0>();
-    pin(logits);
   }
-}
 
-extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 3 - kGroups)
+  static DEVICE void finish(const SparseForwardParams& p, const float (&out)[kHeadDim / 2], const Softmax& softmax, u32,
+                            const SparseThreadRows& own_rows, int first_row, int head_rows, int lane) {
+    store_item(p, out, softmax, own_rows, first_row, head_rows, lane);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kBlockThreads, 3 - kGroups)
     ffa_sparse_forward(const __grid_constant__ SparseForwardParams p) {
-  extern __shared__ __align__(1024) u8 memory[];
+  extern __shared__ __align__(kSwizzleAtomBytes) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     init_buffers(s.q_full, s.q_empty, 4 * kGroups);
     for (int i = 0; i < kKStages; ++i) {
-      barrier_init(smem_address(&s.k_full[i]), kArrivals);
+      barrier_init(smem_address(&s.k_full[i]), kKeyArrivals<INDEXED>);
       barrier_init(smem_address(&s.k_empty[i]), 4 * kGroups);
     }
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.v_full[i]), INDEXED ? 128 : 1);
+      barrier_init(smem_address(&s.v_full[i]), INDEXED ? kWarpgroupThreads : 1);
       barrier_init(smem_address(&s.v_empty[i]), 4 * kGroups);
     }
     barrier_init_fence();
   }
   __syncthreads();
   await_earlier_kernels();
-  if (threadIdx.x < 128) {
-    registers_shrink<INDEXED ? 56 : 40>();  // together with registers_grow: all registers of the block
+  if (threadIdx.x < kWarpgroupThreads) {
+    registers_shrink<kProducerRegisters>();
     produce(p, s, uniform(threadIdx.x / 32), threadIdx.x % 32);
   } else {
-    registers_grow<(kGroups == 1 ? 216 : 232) - (INDEXED ? 16 / kGroups : 0)>();
-    consume(p, s, uniform(threadIdx.x / 128) - 1);
+    registers_grow<kConsumerRegisters>();
+    attend<Kernel>(p, s, uniform(threadIdx.x / kWarpgroupThreads) - 1);
   }
 }

@@ -1,25 +1,23 @@
 // Shared by the sparse kernels: tiles of queries with lists of keys, and the producers that load these keys.
 //
-// A tile has 64 places (accumulator rows) for each consumer warpgroup. They hold `heads` query heads of one key head
-// (packed; the largest power of two that divides their number) for as many queries of one block as fit: place i is
-// query i / heads of head i % heads. All places of a tile share one list, of blocks of 64 or 128 keys, or of single
+// A tile has 64 accumulator rows for each consumer warpgroup. They hold `heads` query heads of one key head
+// (packed; the largest power of two that divides their number) for as many queries of one block as fit: row i is
+// query i / heads of head i % heads. All rows of a tile share one list, of blocks of 64 or 128 keys, or of single
 // keys.
 //
-// Define before including: kGroups, consumer warpgroups; kStep, keys of a step, a multiple of 64; kHeadDim; INDEXED (0
-// or 1: lists of single keys).
+// Template parameters: kGroups, consumer warpgroups; kStep, keys of a step, a multiple of 64; kHeadDim.
 #pragma once
 
 #include "softmax.cuh"
 #include "sparse_offsets.cuh"
 #include "tiles.cuh"
 
-constexpr int kPlaces = 64;  // of a warpgroup
-constexpr int kPiece = 64;   // contiguous keys in a step of a list of blocks
-constexpr int kPieces = kStep / kPiece;
+constexpr int kPiece = 64;       // contiguous keys in a step of a list of blocks
 constexpr int kNoKey = 1 << 30;  // past all keys, hence masked
-constexpr u32 kArrivals =
-    INDEXED ? 128 + 4
-            : 1;  // arrivals that fill a buffer of keys: of all copying lanes, and of four warps for the description
+// Arrivals that fill a buffer of keys: by TMA one; of single keys those of all copying lanes, and of four warps for the
+// description.
+template <bool kIndexed>
+constexpr u32 kKeyArrivals = kIndexed ? kWarpgroupThreads + 4 : 1;
 
 struct SparseTiles {
   const int* entries;        // of the lists: indices of blocks or of keys; invalid ones are skipped
@@ -48,19 +46,22 @@ struct Tile {
 };
 
 // The two accumulator rows of a thread in a tile.
-struct Rows {
+struct SparseThreadRows {
   int row[2], head[2];
-  DEVICE Rows(int warpgroup, int log2_heads) {
+  DEVICE SparseThreadRows(const SparseTiles& tiles, int warpgroup) {
+    const int log2_heads = tiles.log2_heads;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int place = warpgroup * kPlaces + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-      row[r] = place >> log2_heads, head[r] = place & (1 << log2_heads) - 1;
+      const int acc_row = warpgroup * kWarpgroupRows + threadIdx.x % kWarpgroupThreads / kWarpThreads * 16 +
+                          threadIdx.x % kWarpThreads / 4 + 8 * r;
+      row[r] = acc_row >> log2_heads, head[r] = acc_row & (1 << log2_heads) - 1;
     }
   }
 };
 
+template <int kGroups>
 DEVICE Tile tile_of(const SparseTiles& p, int item) {
-  const int heads = 1 << p.log2_heads, rows = kGroups * kPlaces >> p.log2_heads;
+  const int heads = 1 << p.log2_heads, rows = kGroups * kWarpgroupRows >> p.log2_heads;
   const int tile = item % p.block_tiles, rest = item / p.block_tiles;
   const int block = rest % p.query_blocks, pack = rest / p.query_blocks;
   const int head_kv = pack / p.packs, first = block * p.query_block + tile * rows;
@@ -73,7 +74,7 @@ enum : int { kLastStep = 1, kNoMoreSteps = 2, kHidesKeys = 4 };
 
 struct alignas(16) StepInfo {
   int flags, first_row, head_rows, head_kv;  // of the tile: first query, first head | queries << 16, key head
-  int keys[4];                               // INDEXED: bits of visible keys; else the first key of each piece
+  int keys[4];                               // single keys: bits of visible ones; else the first key of each piece
 };
 
 DEVICE void describe(StepInfo& info, const Tile& tile, int flags) {
@@ -82,47 +83,26 @@ DEVICE void describe(StepInfo& info, const Tile& tile, int flags) {
 }
 
 // Loads a warpgroup's rows of queries, or of dO, of a tile into swizzled panels.
-DEVICE void load_places(const TensorMap* map, u32 smem, const SparseTiles& p, const Tile& tile, int warpgroup,
-                        u32 bar) {
-  const int place = warpgroup * kPlaces;
-  load_panels<kHeadDim / kPanel>(map, smem, kPlaces * 128, tile.first_row + (place >> p.log2_heads),
-                                 tile.head + (place & (1 << p.log2_heads) - 1), bar);
-}
-
-// Single keys: a unit is kChunks lanes that copy a row, 16 bytes each; four warps are kUnits units. Unit u copies
-// kUnitKeys successive entries of the list to rows u, u + kUnits and so on. These rows differ by multiples of 8, so
-// that they have the same swizzle.
-constexpr int kChunks = kHeadDim / 8, kUnits = 128 / kChunks, kUnitKeys = kStep / kUnits;
-
-// Masks keys that are not visible; each word of info.keys is a ballot of one gathering warp.
-DEVICE void hide_unseen(float (&x)[kStep / 2], const StepInfo& info, int lane) {
-  constexpr int kUnitsOfWarp = kUnits / 4;
-  constexpr u32 kAll = 0xffffffffu >> 32 - 2 * kChunks;
-#pragma unroll
-  for (int half = 0; half < kUnits / 8; ++half) {  // rows 8 to 15 of every 16 belong to other units
-    const int unit = 8 * half + 2 * (lane % 4);
-    const u32 seen = static_cast<u32>(info.keys[unit / kUnitsOfWarp]) >> unit % kUnitsOfWarp * kChunks;
-    if ((seen & kAll) == kAll) continue;
-#pragma unroll
-    for (int j = half; j < kStep / 8; j += kUnits / 8)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (!(seen >> i % 2 * kChunks + j * 8 / kUnits & 1)) x[4 * j + i] = -kInfinity;
-  }
+template <int kHeadDim>
+DEVICE void load_tile_rows(const TensorMap* map, u32 smem, const SparseTiles& p, const Tile& tile, int warpgroup,
+                           u32 bar) {
+  const int acc_row = warpgroup * kWarpgroupRows;
+  load_panels<kHeadDim / kPanel>(map, smem, kWarpgroupRows * kPanelRowBytes, tile.first_row + (acc_row >> p.log2_heads),
+                                 tile.head + (acc_row & (1 << p.log2_heads) - 1), bar);
 }
 
 // For pieces of blocks: masks, in each row of a tile, keys from past(row) on.
-template <typename Past>
-DEVICE void hide_pieces(float (&x)[kStep / 2], const StepInfo& info, int lane, Past past) {
+template <int kStep, typename Past>
+DEVICE void hide_pieces(float (&scores)[kStep / 2], const StepInfo& info, int lane, Past past) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int end = past(r) - 2 * (lane % 4);
     u32 hidden = bits_from(end - info.keys[0], kPiece) & 0xffff;
-    if (kPieces > 1) hidden |= bits_from(end - info.keys[1], kPiece) << 16;
+    if (kStep > kPiece) hidden |= bits_from(end - info.keys[1], kPiece) << 16;
 #pragma unroll
     for (int i = 0; i < kStep / 4; ++i) {
-      float& logit = x[4 * (i / 2) + 2 * r + i % 2];
-      logit = hidden & (1u << i) ? -kInfinity : logit;
+      float& score = scores[4 * (i / 2) + 2 * r + i % 2];
+      score = hidden & (1u << i) ? -kInfinity : score;
     }
   }
 }
@@ -145,12 +125,12 @@ struct Pieces {
   const SparseTiles& p;
   const int lane;
   const int* list = nullptr;
-  int count = 0, position = 0, limit = 0, held = 0, ahead = 0, rest = kNoKey;
+  int count = 0, position = 0, limit = 0, own = 0, ahead = 0, rest = kNoKey;
   u32 found = 0;
 
   DEVICE int load(int at) const { return at + lane < count ? __ldg(list + at + lane) : -1; }
   DEVICE void look() {
-    const bool seen = held >= 0 && held < p.key_blocks && held * p.key_block < limit;
+    const bool seen = own >= 0 && own < p.key_blocks && own * p.key_block < limit;
     found = __ballot_sync(0xffffffffu, seen);
   }
 
@@ -158,7 +138,7 @@ struct Pieces {
     list = p.entries + list_begin(p, tile, count);
     limit = min(p.num_keys, tile.past_row - 1 + p.reach);
     position = 0, rest = kNoKey;
-    held = load(0), ahead = load(32);
+    own = load(0), ahead = load(32);
     look();
   }
 
@@ -172,10 +152,10 @@ struct Pieces {
     while (!found) {
       position += 32;
       if (position >= count) return kNoKey;
-      held = ahead, ahead = load(position + 32);
+      own = ahead, ahead = load(position + 32);
       look();
     }
-    const int first = __shfl_sync(0xffffffffu, held, __ffs(found) - 1) * p.key_block;
+    const int first = __shfl_sync(0xffffffffu, own, __ffs(found) - 1) * p.key_block;
     found &= found - 1;
     if (p.key_block > kPiece && first + kPiece < limit) rest = first + kPiece;
     return first;
@@ -183,23 +163,24 @@ struct Pieces {
 };
 
 // Loads pieces into swizzled panels; `keys`: the first of each.
+template <int kHeadDim, int kStep>
 DEVICE void load_pieces(const TensorMap* map, u32 smem, const int4& keys, int head_kv, u32 bar) {
   const int first[2] = {keys.x, keys.y};
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i)
-    load_panels<kHeadDim / kPanel>(map, smem + i * kPiece * 128, kStep * 128, first[i] == kNoKey ? 0 : first[i],
-                                   head_kv, bar);
+  for (int i = 0; i < kStep / kPiece; ++i)
+    load_panels<kHeadDim / kPanel>(map, smem + i * kPiece * kPanelRowBytes, kStep * kPanelRowBytes,
+                                   first[i] == kNoKey ? 0 : first[i], head_kv, bar);
 }
 
 // Loader: queries(tile), step(tile, flags, first key of each piece), end(), all called by all lanes of the warp.
-template <typename Loader>
-DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
+template <int kGroups, int kStep, typename Loader>
+DEVICE void walk_block_lists(const SparseTiles& p, Loader& loader, int lane) {
   Pieces pieces{p, lane};
   int item = blockIdx.x;
   while (item < p.num_items) {
     int next = 0;
     if (lane == 0) next = gridDim.x + atomicAdd(p.counter, 1);
-    const Tile tile = tile_of(p, item);
+    const Tile tile = tile_of<kGroups>(p, item);
     if (tile.first_row < tile.past_row) {
       loader.queries(tile);
       pieces.open(tile);
@@ -212,9 +193,10 @@ DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
         int4 keys = make_int4(kNoKey, kNoKey, 0, 0);
         keys.x = ahead;
         if (ahead != kNoKey) ahead = pieces.next();
-        if (kPieces > 1 && ahead != kNoKey) keys.y = ahead, ahead = pieces.next();
+        if (kStep > kPiece && ahead != kNoKey) keys.y = ahead, ahead = pieces.next();
         last = ahead == kNoKey;
-        const bool hides = max(keys.x, kPieces > 1 ? keys.y : 0) + kPiece > min(p.num_keys, tile.first_row + p.reach);
+        const bool hides =
+            max(keys.x, kStep > kPiece ? keys.y : 0) + kPiece > min(p.num_keys, tile.first_row + p.reach);
         loader.step(tile, (last ? kLastStep : 0) | (hides ? kHidesKeys : 0), keys);
       }
     }
@@ -226,53 +208,80 @@ DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
 
 // ---- lists of keys: four warps gather them ----
 
-DEVICE void copy_async(u32 smem, const void* global) {
-  if (kHeadDim == 128)
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
-  else
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
-}
-
 // Makes this thread arrive once all of its copies are complete; it does not wait itself. cp.async writes through the
 // generic proxy, so the consumer that waits must call fence_async_proxy before wgmmas read the data.
 DEVICE void copies_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// The entry of a step whose index a lane holds.
-DEVICE int gathered_entry(int warp, int lane) {
-  return (warp * kUnits / 4 + lane / kChunks) * kUnitKeys + lane % kUnitKeys;
-}
+// Single keys: a unit is kChunks lanes that copy a row, 16 bytes each; four warps are kUnits units. Unit u copies
+// kUnitKeys successive entries of the list to rows u, u + kUnits and so on. These rows differ by multiples of 8, so
+// that they have the same swizzle.
+template <int kHeadDim, int kStep>
+struct KeyGather {
+  static constexpr int kChunks = kHeadDim / 8, kUnits = kWarpgroupThreads / kChunks, kUnitKeys = kStep / kUnits;
 
-// The entry of a step that is copied to a row.
-DEVICE int entry_of_row(int row) { return row % kUnits * kUnitKeys + row / kUnits; }
-
-// Offset, in a buffer of swizzled panels, of a lane's 16 bytes of the first row of its unit.
-DEVICE u32 gather_place(int warp, int lane) {
-  const int unit = warp * kUnits / 4 + lane / kChunks, chunk = lane % kChunks;
-  return (chunk / 8 * kStep + unit) * 128 + ((chunk % 8 ^ unit % 8) << 4);
-}
-
-// Exchanges the key indices of a unit's lanes through shared memory; -1 for none.
-DEVICE void share_numbers(int (&numbers)[kStep], int warp, int lane, int index) {
-  __syncwarp();  // all lanes have read the old contents: ptxas may move the store before a vote of diverged lanes
-  if (lane % kChunks < kUnitKeys) numbers[gathered_entry(warp, lane)] = index;
-  __syncwarp();
-}
-
-// Copies rows of keys or values of a step. `to`: gather_place() in their buffer; `column`: this lane's 16 bytes of row
-// 0.
-DEVICE void gather_rows(u32 to, const u16* column, int row_stride, const int (&numbers)[kStep], int warp, int lane) {
-  const int4* four = reinterpret_cast<const int4*>(numbers + (warp * kUnits / 4 + lane / kChunks) * kUnitKeys);
-#pragma unroll
-  for (int i = 0; i < kUnitKeys; i += 4) {
-    const int4 rows = four[i / 4];
-    const int row[4] = {rows.x, rows.y, rows.z, rows.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      copy_async(to + (i + j) * kUnits * 128, column + static_cast<i64>(max(row[j], 0)) * row_stride);
+  // Copies 16 bytes, and has the rest of the row brought into the L2 cache.
+  static DEVICE void copy_async(u32 smem, const void* global) {
+    if (kHeadDim == 128)
+      asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
+    else
+      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
   }
-}
+
+  // The entry of a step whose index a lane holds.
+  static DEVICE int entry_of_lane(int warp, int lane) {
+    return (warp * kUnits / 4 + lane / kChunks) * kUnitKeys + lane % kUnitKeys;
+  }
+
+  // The entry of a step that is copied to a row.
+  static DEVICE int entry_of_row(int row) { return row % kUnits * kUnitKeys + row / kUnits; }
+
+  // Offset, in a buffer of swizzled panels, of a lane's 16 bytes of the first row of its unit.
+  static DEVICE u32 offset(int warp, int lane) {
+    const int unit = warp * kUnits / 4 + lane / kChunks, chunk = lane % kChunks;
+    return (chunk / 8 * kStep + unit) * kPanelRowBytes + ((chunk % 8 ^ unit % 8) << 4);
+  }
+
+  // Exchanges the key indices of a unit's lanes through shared memory; -1 for none.
+  static DEVICE void share_indices(int (&indices)[kStep], int warp, int lane, int index) {
+    __syncwarp();  // all lanes have read the old contents: ptxas may move the store before a vote of diverged lanes
+    if (lane % kChunks < kUnitKeys) indices[entry_of_lane(warp, lane)] = index;
+    __syncwarp();
+  }
+
+  // Copies rows of keys or values of a step. `to`: offset() in their buffer; `column`: this lane's 16 bytes of row
+  // 0.
+  static DEVICE void copy_rows(u32 to, const u16* column, int row_stride, const int (&indices)[kStep], int warp,
+                               int lane) {
+    const int4* four = reinterpret_cast<const int4*>(indices + (warp * kUnits / 4 + lane / kChunks) * kUnitKeys);
+#pragma unroll
+    for (int i = 0; i < kUnitKeys; i += 4) {
+      const int4 rows = four[i / 4];
+      const int row[4] = {rows.x, rows.y, rows.z, rows.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        copy_async(to + (i + j) * kUnits * kPanelRowBytes, column + static_cast<i64>(max(row[j], 0)) * row_stride);
+    }
+  }
+
+  // Masks keys that are not visible; each word of info.keys is a ballot of one gathering warp.
+  static DEVICE void hide_unseen(float (&scores)[kStep / 2], const StepInfo& info, int lane) {
+    constexpr int kUnitsOfWarp = kUnits / 4;
+    constexpr u32 kAll = 0xffffffffu >> 32 - 2 * kChunks;
+#pragma unroll
+    for (int half = 0; half < kUnits / 8; ++half) {  // rows 8 to 15 of every 16 belong to other units
+      const int unit = 8 * half + 2 * (lane % 4);
+      const u32 seen = static_cast<u32>(info.keys[unit / kUnitsOfWarp]) >> unit % kUnitsOfWarp * kChunks;
+      if ((seen & kAll) == kAll) continue;
+#pragma unroll
+      for (int j = half; j < kStep / 8; j += kUnits / 8)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (!(seen >> i % 2 * kChunks + j * 8 / kUnits & 1)) scores[4 * j + i] = -kInfinity;
+    }
+  }
+};
 
 // Length of a list without invalid entries at its end.
 DEVICE int trimmed(const int* list, int count, int num_keys, int lane) {
@@ -287,15 +296,15 @@ DEVICE int trimmed(const int* list, int count, int num_keys, int lane) {
 }
 
 // Loader: queries(tile), step(tile, flags, index of this lane's key), end(), all called by all lanes of four warps.
-template <typename Loader>
-DEVICE void walk_indices(const SparseTiles& p, Loader& loader, int warp, int lane) {
+template <int kGroups, int kHeadDim, int kStep, typename Loader>
+DEVICE void walk_key_lists(const SparseTiles& p, Loader& loader, int warp, int lane) {
   for (int item = blockIdx.x; item < p.num_items; item += gridDim.x) {
-    const Tile tile = tile_of(p, item);
+    const Tile tile = tile_of<kGroups>(p, item);
     int count;
     const int* list = p.entries + list_begin(p, tile, count);
     count = trimmed(list, count, p.num_keys, lane);
     auto load = [&](int step) {
-      const int at = step * kStep + gathered_entry(warp, lane);
+      const int at = step * kStep + KeyGather<kHeadDim, kStep>::entry_of_lane(warp, lane);
       return at < count ? __ldg(list + at) : -1;
     };
     loader.queries(tile);

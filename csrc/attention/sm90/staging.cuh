@@ -8,7 +8,7 @@
 // Staging buffers of kWarps warps: swizzled panels, as in a tensor map with boxes of 16 rows.
 template <int kColumns, int kWarps>
 struct Staging {
-  alignas(1024) u16 rows[kWarps][kColumns / kPanel][16][kPanel];
+  alignas(kSwizzleAtomBytes) u16 rows[kWarps][kColumns / kPanel][16][kPanel];
   DEVICE u32 of_warp(int index) const { return uniform(smem_address(rows[index])); }
 };
 
@@ -25,7 +25,7 @@ DEVICE void store_staged(const TensorMap* map, u32 staging, u32 panel_bytes, con
                          const float (&factor)[2], int row, int head, int lane) {
   if (lane == 0) bulk_wait_read();  // the previous store has read the buffer
   __syncwarp();
-  const u32 at = staging + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
+  const u32 at = staging + lane % 16 * kPanelRowBytes + ((lane / 16 ^ lane % 8) << 4);
 #pragma unroll
   for (int i = 0; i < kColumns / 16; ++i) {
     const float* x = acc + 8 * i;

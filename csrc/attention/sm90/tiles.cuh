@@ -4,11 +4,11 @@
 #include "../../common/arrivals.cuh"
 #include "mask_numbers.cuh"
 
-#ifndef GATED
-#define GATED 0
+#ifndef STREAM_KV
+#define STREAM_KV 0
 #endif
 
-constexpr int kPanel = 64;  // columns of a 128-byte-swizzled panel
+constexpr int kWarpgroupRows = 64;  // of the accumulators of a warpgroup
 
 // Loads a box of rows of one head, panel by panel.
 template <int kPanels>
@@ -17,18 +17,18 @@ DEVICE void load_panels(const TensorMap* map, u32 smem, u32 panel_bytes, int row
   for (int i = 0; i < kPanels; ++i) load_box(smem + i * panel_bytes, map, i * kPanel, head, row, bar);
 }
 
-// With GATED, keys from gate.first on are fetched from other ranks while the kernel runs and are in separate tensors.
-// OF_KEY selects the parameter (p.name or p.name_remote) for a key's tensor; row_of_key is the key's row in that
-// tensor. Without GATED they compile to nothing.
-#if GATED
-#define OF_KEY(p, key, name) (*((key) < (p).gate.first ? &(p).name : &(p).name##_remote))
+// With STREAM_KV, keys from arrival_barrier.first on are fetched from other ranks while the kernel runs and are in
+// separate tensors. OF_KEY selects the parameter (p.name or p.name_remote) for a key's tensor; row_of_key is the key's
+// row in that tensor. Without STREAM_KV they compile to nothing.
+#if STREAM_KV
+#define OF_KEY(p, key, name) (*((key) < (p).arrival_barrier.first ? &(p).name : &(p).name##_remote))
 #else
 #define OF_KEY(p, key, name) ((p).name)
 #endif
 template <typename Params>
 DEVICE int row_of_key(const Params& p, int key) {
-#if GATED
-  if (key >= p.gate.first) return key - p.gate.first;
+#if STREAM_KV
+  if (key >= p.arrival_barrier.first) return key - p.arrival_barrier.first;
 #endif
   return key;
 }
@@ -41,7 +41,7 @@ DEVICE void load_packed(const TensorMap* map, u32 smem, u32 panel_bytes, int row
 
 // Index and mbarrier phase parity in a ring of buffers.
 template <int N>
-struct Ring {
+struct PipelineState {
   int index = 0;
   u32 parity = 0;
   DEVICE void advance() {
@@ -55,7 +55,7 @@ DEVICE void init_buffer(u64& full, u64& empty, u32 arrivals) {
   barrier_init(smem_address(&empty), arrivals);
 }
 
-// The same for each buffer of a ring.
+// The same for each buffer of a stage.
 template <int N>
 DEVICE void init_buffers(u64 (&full)[N], u64 (&empty)[N], u32 arrivals) {
   for (int i = 0; i < N; ++i) init_buffer(full[i], empty[i], arrivals);
@@ -67,19 +67,20 @@ DEVICE void release(u64& barrier, int lane) {
   if (lane == 0) barrier_arrive(smem_address(&barrier));
 }
 
-// The mask, tile by tile; made by backends/sm90/tiles.py. A pass is a range of successive blocks of a tile.
+// The mask, tile by tile; made by backends/sm90/tiles.py. A segment (in Python, a pass) is a range of
+// successive blocks of a tile.
 struct TilePlan {
-  const int4* tiles;   // by decreasing cost: first row, first pass, past-the-last pass, number of rows
-  const int4* passes;  // two each: first column, number of blocks; first and past-the-last fully visible block, for
-                       // each of up to three warpgroups
-  const int2* bounds;  // [passes, rows of a tile]: first and past-the-last visible column
-  i64 step;            // columns from the start of one block to that of the next; negative: backwards
+  const int4* tiles;     // by decreasing cost: first row, first segment, past-the-last segment, number of rows
+  const int4* segments;  // two each: first column, number of blocks; first and past-the-last fully visible block, for
+                         // each of up to three warpgroups
+  const int2* bounds;    // [segments, rows of a tile]: first and past-the-last visible column
+  i64 step;              // columns from the start of one block to that of the next; negative: backwards
 #if CAPTURED
   const MaskNumbers* numbers;
 #endif
 };
 
-// Work item: first row (-1: no more items), head | number of rows << 16, first pass, past-the-last pass.
+// Work item: first row (-1: no more items), head | number of rows << 16, first segment, past-the-last segment.
 DEVICE int4 pack_item(const int4& tile, int head) { return make_int4(tile.x, head | tile.w << 16, tile.y, tile.z); }
 DEVICE int item_head(const int4& item) { return item.y & 0xffff; }
 DEVICE int item_rows(const int4& item) { return item.y >> 16; }
@@ -121,9 +122,9 @@ DEVICE void keep_together(const int* counter, int item, int num_items, int block
   const i64 until = clock64() + 32 * static_cast<i64>(blocks);
   while (true) {
     // Where rows are awaited SMs come late, and the counter gives the first items as well.
-    const int taken = load_relaxed(counter) - (GATED ? static_cast<int>(gridDim.x) : 0);
+    const int taken = load_relaxed(counter) - (STREAM_KV ? static_cast<int>(gridDim.x) : 0);
     // 0: nothing is left and the counter is restored, or all have just begun.
-    if (taken >= enough || (GATED ? taken <= 0 : taken == 0) || clock64() > until) break;
+    if (taken >= enough || (STREAM_KV ? taken <= 0 : taken == 0) || clock64() > until) break;
     sleep_ns(100);
   }
 }

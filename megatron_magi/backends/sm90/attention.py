@@ -21,10 +21,10 @@ from megatron_magi.backends.sm90.backward import SharedSums, backward
 from megatron_magi.backends.sm90.backward_ends import row_delta
 from megatron_magi.backends.sm90.choices import forward_tiles
 from megatron_magi.backends.sm90.forward_kernel import make_launch
+from megatron_magi.backends.sm90.host_tables import masks_meet
 from megatron_magi.backends.sm90.kernels import kernel_dims
-from megatron_magi.backends.sm90.one_launch import Maker, OneLaunch, new_makers
 from megatron_magi.backends.sm90.plan import Tiling
-from megatron_magi.backends.sm90.prepare import masks_meet
+from megatron_magi.backends.sm90.program import LaunchProgram, Maker, new_makers
 from megatron_magi.backends.sm90.support import (
     check_support,
     grid_size,
@@ -55,7 +55,7 @@ __all__ = [
 
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 _MAX_BANDS_BYTES = 256 << 20  # of host memory
-_one_launches: LruCache[tuple, OneLaunch] = LruCache(_MAX_BANDS_BYTES, MAX_LAUNCHES)
+_one_launches: LruCache[tuple, LaunchProgram] = LruCache(_MAX_BANDS_BYTES, MAX_LAUNCHES)
 _makers: LruCache[tuple, LruCache[tuple, Maker]] = LruCache(0, MAX_LAUNCHES)
 _NOTHING_SEEN = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
 _NOTHING_SEEN.setflags(write=False)
@@ -63,7 +63,7 @@ _NOTHING_SEEN.setflags(write=False)
 
 def one_launch(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, bands: np.ndarray, options: AttnOptions, max_logits: bool
-) -> OneLaunch | None:
+) -> LaunchProgram | None:
     """The prepared passes of calls like this one; None if the kernels cannot read the tensors in place.
 
     Arguments as of `megatron_magi.ops.slice_passes.slice_attention_forward`.
@@ -81,7 +81,7 @@ def one_launch(
         if makers is None:
             makers = new_makers()
             _makers.put(kind, makers, 0)
-        found = OneLaunch(_unchanging(bands), k.shape[0], makers)
+        found = LaunchProgram(_unchanging(bands), k.shape[0], makers)
         _one_launches.put(key, found, found.bands.nbytes)  # device memory is owned and counted by its passes
     return found
 
@@ -232,8 +232,8 @@ class _Pass:
         rows, keys = seen_rows(bands)
         self._numbers = Numbers(
             plan, grid, (rows, keys, keys),
-            tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=num_tiles, **work,
-            **plan.fields(busy=adds_alone),
+            tiles=plan.tiles, segments=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=num_tiles,
+            **work, **plan.fields(busy=adds_alone),
         )  # fmt: skip
         key = (
             "forward", plan.is_static, q.device, self._stream, q.dtype, out.dtype, options, accumulate, *tiles,

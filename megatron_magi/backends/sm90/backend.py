@@ -22,12 +22,12 @@ from megatron_magi.backends.base import (
     StageTables,
     TableUse,
 )
-from megatron_magi.backends.sm90 import attention, gated, one_launch, sparse, support
+from megatron_magi.backends.sm90 import attention, fused_forward, program, sparse, support
 from megatron_magi.backends.sm90 import kernels as sm90_kernels
-from megatron_magi.backends.sm90.needed import needed_kernels
-from megatron_magi.backends.sm90.one_launch import Maker, OneLaunch
-from megatron_magi.backends.sm90.prepare import make_stage_tables
-from megatron_magi.backends.sm90.static_plan import StaticMask, StaticMemory
+from megatron_magi.backends.sm90.changing_mask import StaticMask, StaticMemory
+from megatron_magi.backends.sm90.host_tables import make_stage_tables
+from megatron_magi.backends.sm90.kernel_list import needed_kernels
+from megatron_magi.backends.sm90.program import LaunchProgram, Maker
 from megatron_magi.lru import LruCache
 from megatron_magi.operands.options import AttnOptions
 
@@ -49,13 +49,13 @@ class _Programs:
         return sm90_kernels.kernel_dims(dims) == dims
 
     def fuses_backward(self, dims: tuple[int, int]) -> bool:
-        return one_launch.backward_pays(dims)
+        return program.backward_pays(dims)
 
     def first_fetched(self, num_keys: int) -> int:
-        return gated.first_arriving(num_keys)
+        return fused_forward.first_arriving(num_keys)
 
     def new_makers(self) -> LruCache[tuple, Maker]:
-        return one_launch.new_makers()
+        return program.new_makers()
 
     def of_tensors(
         self,
@@ -66,7 +66,7 @@ class _Programs:
         bands: np.ndarray,
         options: AttnOptions,
         max_logits: bool,
-    ) -> OneLaunch | None:
+    ) -> LaunchProgram | None:
         return attention.one_launch(q, k, v, sink, bands, options, max_logits)
 
     def of_plan(
@@ -77,8 +77,10 @@ class _Programs:
         transfer: KeyTransfer | None,
         is_prepared: bool,
         numbers: Any,
-    ) -> OneLaunch:
-        return OneLaunch(bands, num_keys, makers, transfer, is_prepared, (None, None) if numbers is None else numbers)
+    ) -> LaunchProgram:
+        return LaunchProgram(
+            bands, num_keys, makers, transfer, is_prepared, (None, None) if numbers is None else numbers
+        )
 
 
 class _Capture:
@@ -136,7 +138,7 @@ class Sm90(Backend):
         fused: bool = False,
         captured: bool = False,
     ) -> Kernels:
-        return needed_kernels(dtype, dims, group, deterministic=deterministic, gated=fused, captured=captured)
+        return needed_kernels(dtype, dims, group, deterministic=deterministic, stream_kv=fused, captured=captured)
 
     @staticmethod
     def common_kernels() -> Kernels:

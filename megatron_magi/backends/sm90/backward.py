@@ -2,10 +2,10 @@
 
 The kernels are, in launch order:
 
-1. ``prepare``: lse and delta in the layout of the next kernels, and zeros in memory that they add to.
+1. ``preprocess``: lse and delta in the layout of the next kernels, and zeros in memory that they add to.
 2. ``backward``: dk and dv, and sums of dq in device memory if that is faster. For wide heads ``backward_keys``: dk, dv.
-3. ``finish_keys``: dk and dv of tiles whose query heads were split, from their sums.
-4. ``finish_dq``: dq from its sums; or ``backward_queries``, which computes dq without sums.
+3. ``postprocess_keys``: dk and dv of tiles whose query heads were split, from their sums.
+4. ``postprocess_dq``: dq from its sums; or ``backward_queries``, which computes dq without sums.
 
 The launches of a pass over tensors of one layout, for one mask, are prepared once (`_Pass`); calls fill in addresses.
 """

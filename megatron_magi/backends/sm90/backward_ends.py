@@ -151,10 +151,10 @@ def stats_launch(
         )  # fmt: skip
         blocks = rows // 32 * -(-num_heads // (_STATS_HEADS if of_delta is None else _DELTA_HEADS))
         blocks = max(blocks, _ZEROING_BLOCKS if zeroes else 1)
-        return Launch(hopper_kernels.small_kernel(lse.device, "prepare", macros), blocks, params)
+        return Launch(hopper_kernels.small_kernel(lse.device, "preprocess", macros), blocks, params)
 
     key = (
-        "prepare", numbers, lse.device, rows, packed, lse.shape, lse.stride(), delta.stride(), zeroes, split, macros,
+        "preprocess", numbers, lse.device, rows, packed, lse.shape, lse.stride(), delta.stride(), zeroes, split, macros,
         *strides.values(),
     )  # fmt: skip
     return prepared(key, make)
@@ -177,9 +177,9 @@ def finish_dq_launch(
             units=units, store=store, scale=scale,
         )  # fmt: skip
         defines = hopper_kernels.finish_dq_macros(dtype, head_dim, concurrent)
-        return Launch(hopper_kernels.small_kernel(dq.device, "finish_dq", defines), num_heads * blocks, params)
+        return Launch(hopper_kernels.small_kernel(dq.device, "postprocess_dq", defines), num_heads * blocks, params)
 
-    return prepared(("finish_dq", dq.device, dtype, store, scale, units, concurrent, dq.shape, dq.stride()), make)
+    return prepared(("postprocess_dq", dq.device, dtype, store, scale, units, concurrent, dq.shape, dq.stride()), make)
 
 
 def finish_keys_launch(
@@ -188,26 +188,25 @@ def finish_keys_launch(
     dtype: torch.dtype,
     scale: float,
     store: int,
-    gated: bool = False,
+    stream_kv: bool = False,
     numbers: int = 0,
 ) -> Launch:
     """Writes the sums of the first tiles to dk (times scale) and dv, or adds them; 4 thread blocks a tile and key head.
 
-    ``gated``: some tiles are of fetched keys, with separate gradients; ``numbers``: address of a mask's numbers, if
+    ``stream_kv``: some tiles are of fetched keys, with separate gradients; ``numbers``: address of a mask's numbers, if
     these are in memory; the grid may then be larger than needed.
     """
     heads_kv, dim = dk.shape[1:]
 
     def make() -> Launch:
         captured = partial(CapturedFinishKeysParams, numbers=numbers)
-        kind = GatedFinishKeysParams if gated else captured if numbers else FinishKeysParams
+        kind = GatedFinishKeysParams if stream_kv else captured if numbers else FinishKeysParams
         params = kind(
             heads_kv=heads_kv, store=store, scale=scale,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
         )  # fmt: skip
-        defines = hopper_kernels.finish_keys_macros(dtype, dim, gated, numbers > 0)
-        return Launch(hopper_kernels.small_kernel(dk.device, "finish_keys", defines), 1, params)
+        defines = hopper_kernels.finish_keys_macros(dtype, dim, stream_kv, numbers > 0)
+        return Launch(hopper_kernels.small_kernel(dk.device, "postprocess_keys", defines), 1, params)
 
-    return prepared(
-        ("finish_keys", gated, numbers, dk.device, dtype, store, scale, heads_kv, dim, dk.stride(), dv.stride()), make
-    )
+    of_layout = store, scale, heads_kv, dim, dk.stride(), dv.stride()
+    return prepared(("postprocess_keys", stream_kv, numbers, dk.device, dtype, *of_layout), make)

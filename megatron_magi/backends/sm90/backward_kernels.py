@@ -30,8 +30,8 @@ from megatron_magi.backends.sm90.support import (
     work_counter,
 )
 from megatron_magi.backends.sm90.tiles import UNIT
-from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.launch import Launch, Numbers, prepared
+from megatron_magi.cuda.launch_list import Step
 from megatron_magi.operands.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -125,7 +125,7 @@ def whole_numbers(common: Common, plan: DevicePlan, schedule: DeviceSchedule, se
     num_items = len(schedule.items)
     return Numbers(
         plan, grid_size(common.inputs[0].device, num_items, common.options.sm_margin), _mapped_rows(seen),
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
+        tiles=plan.tiles, segments=plan.passes, bounds=plan.bounds, step=plan.host.step,
         items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
         **plan.fields(schedule=schedule),
     )  # fmt: skip
@@ -193,7 +193,7 @@ def queries_launch(common: Common, plan: DevicePlan, store: int, grad: Tensor) -
         maps = (query_box(q, 64, plan), *of_keys, query_box(dout, 64, plan), stored)
         return Launch(kernel, 1, params, maps)
 
-    name = "gated backward_queries" if arriving else "backward_queries"
+    name = "stream_kv backward_queries" if arriving else "backward_queries"
     return prepared(_key(name, common, plan, store, (grad,)), make)
 
 
@@ -229,7 +229,8 @@ def _params(
 def _numbers(plan: DevicePlan, num_blocks: int, seen: tuple[int, int], **work: int) -> Numbers:
     return Numbers(
         plan, num_blocks, _mapped_rows(seen),
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=plan.num_tiles, **work,
+        tiles=plan.tiles, segments=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=plan.num_tiles,
+        **work,
     )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def forward_macros(
     dims: tuple[int, int],
     tile: tuple[int, int],
     softcap: bool,
-    gated: bool = False,
+    stream_kv: bool = False,
     captured: bool = False,
 ) -> tuple[str, ...]:
     """Macros of a forward kernel.
@@ -84,14 +84,14 @@ def forward_macros(
         dtype, dims: of the tensors.
         tile: one of `FORWARD_TILES`.
         softcap: logits are capped.
-        gated: some keys are fetched while it runs.
+        stream_kv: some keys are fetched while it runs.
         captured: the mask's numbers are read from memory, see `static_plan`.
     """
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"GROUPS={tile[0] // 64}", f"BLOCK_N={tile[1]}",
         f"STAGES={_forward_stages(tile)}",
         f"Q_STAGES={_query_stages(dims)}", f"STAGED={int(_has_room(dims))}",
-        element(dtype), f"SOFTCAP={int(softcap)}", *_if_gated(gated), *if_captured(captured),
+        element(dtype), f"SOFTCAP={int(softcap)}", *_if_stream_kv(stream_kv), *if_captured(captured),
     )  # fmt: skip
 
 
@@ -100,14 +100,14 @@ def backward_macros(
     dims: tuple[int, int],
     softcap: bool,
     adds_dq: bool,
-    gated: bool = False,
+    stream_kv: bool = False,
     captured: bool = False,
 ) -> tuple[str, ...]:
-    """Macros of a backward kernel; ``gated`` and ``captured`` as in `forward_macros`."""
+    """Macros of a backward kernel; ``stream_kv`` and ``captured`` as in `forward_macros`."""
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_backward_stages(dims, adds_dq)}",
         element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}",
-        f"SPLIT_STATS={int(splits_stats(dtype, dims, softcap, adds_dq))}", *_if_gated(gated),
+        f"SPLIT_STATS={int(splits_stats(dtype, dims, softcap, adds_dq))}", *_if_stream_kv(stream_kv),
         *if_captured(captured),
     )  # fmt: skip
 
@@ -128,13 +128,13 @@ def splits_stats(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_
 
 
 def queries_macros(
-    dtype: torch.dtype, dims: tuple[int, int], softcap: bool, gated: bool = False, captured: bool = False
+    dtype: torch.dtype, dims: tuple[int, int], softcap: bool, stream_kv: bool = False, captured: bool = False
 ) -> tuple[str, ...]:
-    """Macros of a kernel for dq; ``gated`` and ``captured`` as in `forward_macros`."""
+    """Macros of a kernel for dq; ``stream_kv`` and ``captured`` as in `forward_macros`."""
     stages, stages_v = _QUERIES_STAGES[dims]
     return (
         *_part_defines(dtype, dims, softcap, QUERIES_WIDTH[dims]), f"STAGES={stages}", f"STAGES_V={stages_v}",
-        f"STAGED={int(_has_room(dims))}", *_if_gated(gated), *if_captured(captured),
+        f"STAGED={int(_has_room(dims))}", *_if_stream_kv(stream_kv), *if_captured(captured),
     )  # fmt: skip
 
 
@@ -143,15 +143,15 @@ def if_captured(captured: bool) -> tuple[str, ...]:
     return ("CAPTURED=1",) if captured else ()
 
 
-def _if_gated(gated: bool) -> tuple[str, ...]:
-    return ("GATED=1",) if gated else ()
+def _if_stream_kv(stream_kv: bool) -> tuple[str, ...]:
+    return ("STREAM_KV=1",) if stream_kv else ()
 
 
 def finish_keys_macros(
-    dtype: torch.dtype, head_dim: int, gated: bool = False, captured: bool = False
+    dtype: torch.dtype, head_dim: int, stream_kv: bool = False, captured: bool = False
 ) -> tuple[str, ...]:
-    """Macros of a kernel that finishes dk and dv; ``gated`` and ``captured`` as in `forward_macros`."""
-    return (f"HEAD_DIM={head_dim}", element(dtype), *_if_gated(gated), *if_captured(captured))
+    """Macros of a kernel that finishes dk and dv; ``stream_kv`` and ``captured`` as in `forward_macros`."""
+    return (f"HEAD_DIM={head_dim}", element(dtype), *_if_stream_kv(stream_kv), *if_captured(captured))
 
 
 def finish_dq_macros(dtype: torch.dtype, head_dim: int, concurrent: bool = False) -> tuple[str, ...]:
@@ -183,20 +183,20 @@ def _query_stages(dims: tuple[int, int]) -> int:
 
 def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
     """Name and macros of the kernels that most models use, deterministic or not; wheels contain them precompiled."""
-    found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
+    found: list[tuple[str, tuple[str, ...]]] = [("preprocess", ())]
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         dims = (dim, dim)
-        for gated in (False, True):
-            found += [("forward", forward_macros(dtype, dims, tile, False, gated)) for tile in FORWARD_TILES[dims]]
+        for stream_kv in (False, True):
+            found += [("forward", forward_macros(dtype, dims, tile, False, stream_kv)) for tile in FORWARD_TILES[dims]]
             found += [
-                ("backward", backward_macros(dtype, dims, False, True, gated)),
-                ("backward", backward_macros(dtype, dims, False, False, gated)),
-                ("backward_queries", queries_macros(dtype, dims, False, gated)),
-                ("finish_keys", finish_keys_macros(dtype, dim, gated)),
-                ("finish_dq", finish_dq_macros(dtype, dim, gated)),
+                ("backward", backward_macros(dtype, dims, False, True, stream_kv)),
+                ("backward", backward_macros(dtype, dims, False, False, stream_kv)),
+                ("backward_queries", queries_macros(dtype, dims, False, stream_kv)),
+                ("postprocess_keys", finish_keys_macros(dtype, dim, stream_kv)),
+                ("postprocess_dq", finish_dq_macros(dtype, dim, stream_kv)),
             ]
         found += [
-            ("prepare", delta_macros(dtype, dim)),
+            ("preprocess", delta_macros(dtype, dim)),
             ("row_delta", (f"HEAD_DIM_V={dim}", element(dtype))),
         ]
     return found
@@ -214,12 +214,12 @@ def forward_kernel(
     dims: tuple[int, int],
     tile: tuple[int, int],
     softcap: bool,
-    gated: bool = False,
+    stream_kv: bool = False,
     captured: bool = False,
 ) -> Kernel:
     """Attention forward; ``tile``: one of `FORWARD_TILES`."""
     (rows, keys), stages = tile, _forward_stages(tile)
-    defines = forward_macros(dtype, dims, tile, softcap, gated, captured)
+    defines = forward_macros(dtype, dims, tile, softcap, stream_kv, captured)
     tiles = rows * _query_stages(dims) * dims[0] + stages * keys * sum(dims)  # q, k, v
     return _load(device, "forward", defines, 128 + 2 * rows, 2 * tiles + stages * 8 * rows + _SPARE_BYTES)
 
@@ -231,11 +231,11 @@ def backward_kernel(
     dims: tuple[int, int],
     softcap: bool,
     adds_dq: bool,
-    gated: bool = False,
+    stream_kv: bool = False,
     captured: bool = False,
 ) -> Kernel:
     """Attention backward: dk and dv, and with ``adds_dq`` dq."""
-    defines = backward_macros(dtype, dims, softcap, adds_dq, gated, captured)
+    defines = backward_macros(dtype, dims, softcap, adds_dq, stream_kv, captured)
     stages = _backward_stages(dims, adds_dq)
     tiles = (128 + 64 * stages) * sum(dims) + stages * 128 * 64  # k, v, q, dout, dS
     shared = 2 * tiles + 4 * 64 * dims[0] + stages * (512 + 1024) + _SPARE_BYTES
@@ -261,11 +261,11 @@ def backward_queries_kernel(
     dtype: torch.dtype,
     dims: tuple[int, int],
     softcap: bool,
-    gated: bool = False,
+    stream_kv: bool = False,
     captured: bool = False,
 ) -> Kernel:
     """Attention backward: dq."""
-    defines = queries_macros(dtype, dims, softcap, gated, captured)
+    defines = queries_macros(dtype, dims, softcap, stream_kv, captured)
     stages, stages_v = _QUERIES_STAGES[dims]
     tiles = 128 * sum(dims) + QUERIES_WIDTH[dims] * (stages * dims[0] + stages_v * dims[1])
     tiles += 128 * dims[0] if _has_room(dims) else 0  # staging of dq
@@ -281,7 +281,7 @@ def _part_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, widt
 
 @cache
 def small_kernel(device: torch.device, name: str, defines: tuple[str, ...]) -> Kernel:
-    """One of ``prepare``, ``row_delta``, ``finish_dq``, ``finish_keys``."""
+    """One of ``preprocess``, ``row_delta``, ``postprocess_dq``, ``postprocess_keys``."""
     return _load(device, name, defines, 256, 0)
 
 

@@ -11,7 +11,8 @@ _MAPS = [("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_
 _REMOTE_MAPS = [("k_remote", ctypes.c_char * 128), ("v_remote", ctypes.c_char * 128)]
 _FORWARD_REST = [
         ("out_map", ctypes.c_char * 128),
-        ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
+        ("tiles", ctypes.c_void_p), ("segments", ctypes.c_void_p), ("bounds", ctypes.c_void_p),
+        ("step", ctypes.c_int64),
         ("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("max_logits", ctypes.c_void_p),
         ("sink_lse", ctypes.c_void_p), ("counter", ctypes.c_void_p),
         ("out_row", ctypes.c_int64), ("out_head", ctypes.c_int64),
@@ -45,12 +46,13 @@ class CapturedForwardParams(ctypes.Structure):
 
 
 class GatedForwardParams(ctypes.Structure):
-    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_FORWARD_REST, ("gate", GateParams), _PAD]
+    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_FORWARD_REST, ("arrival_barrier", GateParams), _PAD]
 
 
 _BACKWARD_REST = [
         ("dout", ctypes.c_char * 128),
-        ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
+        ("tiles", ctypes.c_void_p), ("segments", ctypes.c_void_p), ("bounds", ctypes.c_void_p),
+        ("step", ctypes.c_int64),
         ("items", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("dq", ctypes.c_void_p), ("key_sums", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("counter", ctypes.c_void_p),
@@ -64,7 +66,7 @@ _BACKWARD_REST = [
     ]  # fmt: skip
 _OF_REMOTE = [
     ("store_remote", ctypes.c_int32), ("dk_remote", ctypes.c_void_p), ("dv_remote", ctypes.c_void_p),
-    ("gate", GateParams),
+    ("arrival_barrier", GateParams),
 ]  # fmt: skip
 
 
@@ -82,7 +84,8 @@ class GatedBackwardParams(ctypes.Structure):
 
 _PARTS_REST = [
         ("dout", ctypes.c_char * 128), ("dq_map", ctypes.c_char * 128),
-        ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
+        ("tiles", ctypes.c_void_p), ("segments", ctypes.c_void_p), ("bounds", ctypes.c_void_p),
+        ("step", ctypes.c_int64),
         ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("dq", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p), ("counter", ctypes.c_void_p),
         ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64),
@@ -105,7 +108,7 @@ class CapturedBackwardPartParams(ctypes.Structure):
 
 
 class GatedBackwardPartParams(ctypes.Structure):
-    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_PARTS_REST, ("gate", GateParams), _PAD]
+    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_PARTS_REST, ("arrival_barrier", GateParams), _PAD]
 
 
 _PREPARE = [

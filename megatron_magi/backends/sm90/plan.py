@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_magi.backends.base import Ready, is_changing
-from megatron_magi.backends.sm90 import native, tuning
+from megatron_magi.backends.sm90 import cpp_tiles, tuning
 from megatron_magi.backends.sm90 import schedule as hopper_schedule
 from megatron_magi.backends.sm90 import tiles as hopper_tiles
 from megatron_magi.backends.sm90.choices import MaskFacts
@@ -236,9 +236,9 @@ class Tiling(NamedTuple):
 
 
 def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> HostPlan:
-    """The plan of a mask, on the CPU; ``planner``: see `native.chosen`."""
+    """The plan of a mask, on the CPU; ``planner``: see `cpp_tiles.chosen`."""
     is_backward, rows, shape, packed, arriving = tiling
-    plan_tiles = native.plan_tiles if native.chosen(planner) else hopper_tiles.plan_tiles
+    plan_tiles = cpp_tiles.plan_tiles if cpp_tiles.chosen(planner) else hopper_tiles.plan_tiles
     if not is_backward:
         places, keys = shape
         plan = plan_tiles(bands, rows, places // packed, keys, parts=places // 64)

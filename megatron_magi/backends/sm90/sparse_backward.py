@@ -268,10 +268,12 @@ def _packed_stats(lse: Tensor, delta: Tensor, rows: _Rows, sums: Tensor, stream:
             count=count, num_rows=num_rows, rows=rows.stats_rows, query_block=rows.q_block,
             stats_block=rows.stats_block, log2_heads=rows.log2_heads, num_sums=sums.numel() // 4,
         )  # fmt: skip
-        kernel = kernels.small_kernel(lse.device, "sparse_stats")
+        kernel = kernels.small_kernel(lse.device, "sparse_preprocess")
         return Launch(kernel, min(_ZEROING_BLOCKS, num_blocks(max(count, sums.numel() // 4), 256)), params)
 
-    launch = prepared(("sparse_stats", lse.device, lse.shape, lse.stride(), delta.stride(), rows, sums.numel()), make)
+    launch = prepared(
+        ("sparse_preprocess", lse.device, lse.shape, lse.stride(), delta.stride(), rows, sums.numel()), make
+    )
     with launch.lock:
         params = launch.params
         params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
@@ -292,10 +294,10 @@ def _finished_dq(sums: Tensor, q: Tensor, rows: _Rows, softmax_scale: float, str
             block_units=rows.block_units, query_block=rows.q_block, log2_heads=rows.log2_heads, scale=softmax_scale,
         )  # fmt: skip
         defines = (f"HEAD_DIM={dim}", element(q.dtype))
-        kernel = kernels.small_kernel(q.device, "sparse_finish_dq", defines)
+        kernel = kernels.small_kernel(q.device, "sparse_postprocess_dq", defines)
         return Launch(kernel, rows.packs * num_blocks(rows.units, 4), params)
 
-    launch = prepared(("sparse_finish_dq", q.device, q.dtype, q.shape, rows, softmax_scale), make)
+    launch = prepared(("sparse_postprocess_dq", q.device, q.dtype, q.shape, rows, softmax_scale), make)
     with launch.lock:
         launch.params.sums, launch.params.dq = sums.data_ptr(), dq.data_ptr()
         launch.fire(stream)
@@ -317,7 +319,7 @@ def _finished(
         blocks = num_blocks(num_keys * heads * dim, _FINISHED_ELEMENTS)
         return Launch(kernels.finish_kernel(k.device, k.dtype, dim, scales is not None), blocks, params)
 
-    launch = prepared(("sparse_finish", k.device, k.dtype, k.shape, softmax_scale, scales is None), make)
+    launch = prepared(("sparse_postprocess", k.device, k.dtype, k.shape, softmax_scale, scales is None), make)
     with launch.lock:
         params = launch.params
         params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()

@@ -69,7 +69,7 @@ def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ())
 
 def finish_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
     """Converts sums of dk and dv, fixed-point if ``fixed``, to gradients."""
-    return small_kernel(device, "sparse_finish", (f"HEAD_DIM={dim}", f"FIXED={int(fixed)}", element(dtype)))
+    return small_kernel(device, "sparse_postprocess", (f"HEAD_DIM={dim}", f"FIXED={int(fixed)}", element(dtype)))
 
 
 def heads_of_tile(group: int, groups: int) -> int:

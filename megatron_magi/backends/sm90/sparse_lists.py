@@ -17,7 +17,7 @@ from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 _LISTS_OF_BLOCK = 8  # of threads
 _CHUNKS = 264  # of all lists, at most, but one a list: two for each SM
-_COLUMNS_OF_BLOCK, _SLICES, _MOST_CHUNKS_OF_SLICE = 8, 32, 17  # as in sparse_turn.cu
+_COLUMNS_OF_BLOCK, _SLICES, _MOST_CHUNKS_OF_SLICE = 8, 32, 17  # as in sparse_transpose.cu
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +122,10 @@ def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int,
             num_rows=rows, num_columns=columns, chunks=chunks, chunk_rows=chunk_rows,
         )  # fmt: skip
         blocks = num_blocks(num_lists * columns, _COLUMNS_OF_BLOCK) if part == 1 else num_lists * chunks
-        return Launch(small_kernel(device, "sparse_turn", (f"PART={part}",)), blocks, params)
+        return Launch(small_kernel(device, "sparse_transpose", (f"PART={part}",)), blocks, params)
 
     for part in range(3):
-        key = ("sparse_turn", part, device, stream, num_lists, rows, columns, width, steps)
+        key = ("sparse_transpose", part, device, stream, num_lists, rows, columns, width, steps)
         launch = prepared(key, partial(make, part))
         with launch.lock:
             params = launch.params

@@ -30,8 +30,8 @@ from megatron_magi.comm.peer_kernels import (
     blocks_apart,
     blocks_of,
     blocks_that_pull,
-    exchange_defines,
     kernel_of,
+    put_kernel,
 )
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
@@ -40,10 +40,10 @@ from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_in,
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.comm.sm_budget import share_of
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
-from megatron_magi.cuda.call_list import CallList, Place, Step
+from megatron_magi.cuda.launch_list import LaunchList, Place, Step
 
 _NUM_FETCHED, _NUM_CHUNKS = 0, 16  # bytes into PeerTables.counts
-_SEND, _TAKE = 1, 2  # Role of exchange.cu
+_SEND, _TAKE = 1, 2  # Role of put.cuh
 _BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
 
 _CAST, _GIVE_BACK, _ADD, _ANNOUNCE = "cast", "give back", "add", "announce"
@@ -197,13 +197,13 @@ class Native:
         """Changes when steps become invalid."""
         return self._memory.generation, self._memory.slot_bytes, len(_of_device(self._device))
 
-    def queue(self, calls: CallList, raw: int, *addresses: int) -> None:
+    def queue(self, calls: LaunchList, raw: int, *addresses: int) -> None:
         """Launches a list of calls with steps of this object on the current stream.
 
         Args:
             calls: of `version`.
             raw: handle of the stream.
-            addresses: see `CallList.queue`.
+            addresses: see `LaunchList.queue`.
 
         Raises:
             RuntimeError: a rank timed out in an earlier call.
@@ -374,11 +374,12 @@ class Native:
             pointers[2:] = [x.data_ptr() for x in (args.arrivals.rows, args.arrivals.starts, args.arrivals.sources)]
             vector = vector_of(results, *types)
             unit_to, loads_to = vector * types[1].itemsize, peer_kernels.SUM_LOADS
-            defines = exchange_defines(unit, row_bytes, types, vector)
+            name, defines = put_kernel(unit, row_bytes, types, vector)
         else:
             unit = unit_to = min(unit, widest(results))
-            loads_to, defines = peer_kernels.SHAPES["exchange"].loads, exchange_defines(unit, row_bytes)
-        kernel = kernel_of("exchange", defines, self._device)
+            name, defines = put_kernel(unit, row_bytes)
+            loads_to = peer_kernels.SHAPES[name].loads
+        kernel = kernel_of(name, defines, self._device)
         parts = (
             self._memory.packed,
             pack_slot_rows(rows, row_bytes, unit, kernel.loads),
@@ -387,7 +388,7 @@ class Native:
             sent_shift(row_bytes, most),
         )
         if roles == _BOTH:
-            return (Launch(kernel, blocks_of("exchange", share), *parts, *roles, started=self._started.cuda_event),)
+            return (Launch(kernel, blocks_of(name, share), *parts, *roles, started=self._started.cuda_event),)
         blocks = zip(blocks_apart(share, bool(types)), roles, strict=True)
         return tuple(Launch(kernel, num_blocks, *parts, role) for num_blocks, role in blocks)
 
@@ -398,8 +399,8 @@ class Native:
         tables, row_bytes = args.peers, slot_row_bytes(layout)
         assert tables is not None
         counts, unit = tables.counts.data_ptr(), widest(rows)
-        num_blocks = blocks_of("announce_rows", share)
-        kernel = kernel_of("announce_rows", (f"UNIT={unit}",), self._device)
+        num_blocks = blocks_of("get_rows", share)
+        kernel = kernel_of("get_rows", (f"UNIT={unit}",), self._device)
         launch = Launch(
             kernel, num_blocks, self._memory.packed, pack_slot_rows(rows, row_bytes, unit, kernel.loads),
             pack_slot_rows(results, row_bytes, WIDEST, kernel.loads), tables.published.data_ptr(),

@@ -110,7 +110,7 @@ def test_overlap_is_what_both_cover():
 
 
 @pytest.mark.parametrize(
-    ("name", "moves"), [("ncclDevKernel_SendRecv", True), ("magi_exchange", True), ("ffa_forward", False)]
+    ("name", "moves"), [("ncclDevKernel_SendRecv", True), ("magi_put_rows", True), ("ffa_forward", False)]
 )
 def test_communication_is_told_by_names(name, moves):
     assert is_communication(name) is moves

@@ -79,7 +79,7 @@ def test_what_te_cannot_do_is_named() -> None:
     ("kernel", "group"),
     [("ffa_backward", "attention"), ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
      ("nvjet_sm90_tss_256x128", "matrix products"), ("ncclDevKernel_SendRecv(x)", "communication"),
-     ("magi_exchange", "communication"), ("triton_poi_fused_add", "other")],
+     ("magi_put_rows", "communication"), ("triton_poi_fused_add", "other")],
 )  # fmt: skip
 def test_kernels_are_sorted_by_name(kernel: str, group: str) -> None:
     assert bench.group_of(kernel) == group

@@ -157,7 +157,8 @@ DEVICE void scan(const SparseTurnParams& p) {
   if (threadIdx.x == 0) p.starts[0] = 0, *p.counter = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) ffa_sparse_turn(const __grid_constant__ SparseTurnParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    ffa_sparse_transpose(const __grid_constant__ SparseTurnParams p) {
   await_earlier_kernels();
   let_next_kernel_start();
 #if PART == 1

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from megatron_magi.backends.base import KeyTransfer, StepMover
-from megatron_magi.backends.sm90 import gated, gated_backward
+from megatron_magi.backends.sm90 import fused_backward, fused_forward
 from megatron_magi.backends.sm90.kernels import WHOLE_DIMS
 from megatron_magi.backends.sm90.plan import DevicePlan
-from megatron_magi.backends.sm90.stream_calls import CallsForm, StreamCalls, brought
+from megatron_magi.backends.sm90.stream_launches import LaunchesForm, StreamLaunches, brought
 from megatron_magi.backends.sm90.support import in_dtype, loadable
 from megatron_magi.cuda.arriving import Arriving, part_rows
-from megatron_magi.cuda.call_list import Step
+from megatron_magi.cuda.launch_list import Step
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.cuda.streams import current_stream
 from megatron_magi.lru import LruCache, Use
@@ -41,7 +41,7 @@ _GRADIENTS = ("dk", 0), ("dv", 0)
 _new_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
-class _Walk:
+class _BoundLaunches:
     """The launches of a pass, as lists of calls (csrc/calls), for tensors of one layout on one stream.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Walk:
         use: of the pass; None if no cache holds it.
     """
 
-    def __init__(self, calls: StreamCalls, numbers: Mapping[str, int]) -> None:
+    def __init__(self, calls: StreamLaunches, numbers: Mapping[str, int]) -> None:
         self.calls, self.num_scratch = calls, numbers["num_scratch"]
         self.later = (numbers["later.dk"], numbers["later.dv"]) if calls.form.left else None
         self.tables: Mapping[str, DevicePlan] = {}
@@ -79,23 +79,23 @@ def _attend_back(queue: Callable[..., None], addresses: Sequence[int], q: torch.
 
 _MOST_LAYOUTS = 64
 
-type Maker = Callable[[OneLaunch], tuple[_Walk | None, Any]]
+type Maker = Callable[[LaunchProgram], tuple[_BoundLaunches | None, Any]]
 """Makes the walk of a layout for a mask, and the pass with which to cache it. Must not refer to a walk: walks live only
 as long as the tables that their calls read.
 """
 
 
 def new_makers() -> LruCache[tuple, Maker]:
-    """For `OneLaunch.makers`: an LRU cache by layout, as strides and streams may differ in every call."""
+    """For `LaunchProgram.makers`: an LRU cache by layout, as strides and streams may differ in every call."""
     return LruCache(0, _MOST_LAYOUTS)
 
 
 @dataclass(frozen=True, eq=False)
-class OneLaunch:
+class LaunchProgram:
     """State of one mask, for calls that differ in addresses, and in strides of tensors returned by autograd.
 
     Attributes:
-        bands: over all keys, indexed as in `gated`; immutable.
+        bands: over all keys, indexed as in `fused_forward`; immutable.
         num_keys: this rank's own keys.
         makers: of walks, by layout; shared by masks whose calls are otherwise equal.
         remote: fetches keys; None if no rank fetches any.
@@ -112,9 +112,9 @@ class OneLaunch:
     makers: LruCache[tuple, Maker]
     remote: KeyTransfer | None = None
     is_prepared: bool = False
-    numbers: tuple[gated.MaskNumbers | None, gated.MaskNumbers | None] = (None, None)
-    walks: WeakValueDictionary[tuple, _Walk] = field(default_factory=WeakValueDictionary)
-    kept: dict[tuple, tuple[_Walk, Any]] = field(default_factory=dict)
+    numbers: tuple[fused_forward.MaskNumbers | None, fused_forward.MaskNumbers | None] = (None, None)
+    walks: WeakValueDictionary[tuple, _BoundLaunches] = field(default_factory=WeakValueDictionary)
+    kept: dict[tuple, tuple[_BoundLaunches, Any]] = field(default_factory=dict)
     last_announced: list = field(default_factory=list)
 
     @property
@@ -148,7 +148,7 @@ class OneLaunch:
             sink = sink_lse(sink, torch.float32).expand(lse.shape)
         if walk is None:
             walk = self._known(
-                (stream, q.stride(), k.stride(), v.stride()), OneLaunch._make_forward,
+                (stream, q.stride(), k.stride(), v.stride()), LaunchProgram._make_forward,
                 (q, k, v, rows_k, rows_v, out, lse, sink), options, return_max_logits, stream,
             )  # fmt: skip
         if walk is None:
@@ -203,7 +203,7 @@ class OneLaunch:
         dq, dk, dv = _new_like(q), _new_like(k, dtype=partial), _new_like(v, dtype=partial)
         if walk is None:
             walk = self._known(
-                self._backward_key(stream, (q, k, v, dout, out, lse), wants_delta), OneLaunch._make_backward,
+                self._backward_key(stream, (q, k, v, dout, out, lse), wants_delta), LaunchProgram._make_backward,
                 (q, k, v, rows_k, rows_v, dout, out, lse, dq, dk, dv), options, wants_delta, stream,
             )  # fmt: skip
         if walk is None:
@@ -231,7 +231,7 @@ class OneLaunch:
     def _backward_key(stream: int, tensors: Sequence[torch.Tensor], wants_delta: bool) -> tuple:
         return stream, wants_delta, *[t.stride() for t in tensors]
 
-    def _direct(self, key: tuple, tensors: Sequence[torch.Tensor]) -> _Walk | None:
+    def _direct(self, key: tuple, tensors: Sequence[torch.Tensor]) -> _BoundLaunches | None:
         """The known walk of a layout whose tensors all kernels read in place; None if there is none."""
         walk = self.walks.get(key)
         if walk is None or not walk.calls.form.is_direct or not walk.holds():
@@ -245,7 +245,7 @@ class OneLaunch:
         """The tensor to publish; unchanged if nothing is published."""
         return x if self.remote is None else self.remote.published(x)
 
-    def _known(self, key: tuple, make: Callable, tensors: Sequence[Any], *options: Any) -> _Walk | None:
+    def _known(self, key: tuple, make: Callable, tensors: Sequence[Any], *options: Any) -> _BoundLaunches | None:
         """The walk of a layout; made if there is none or it is no longer valid."""
         walk = self.walks.get(key)
         if walk is None or not walk.holds():
@@ -256,7 +256,7 @@ class OneLaunch:
             walk = self.make(key, maker)
         return walk
 
-    def make(self, key: tuple, maker: Maker) -> _Walk | None:
+    def make(self, key: tuple, maker: Maker) -> _BoundLaunches | None:
         """Makes the walk of a layout and keeps it for calls."""
         walk, keeper = maker(self)
         if walk is not None:
@@ -272,7 +272,7 @@ class OneLaunch:
 
     def _make_forward(
         self, tensors: tuple[Layout, ...], made: dict, options: AttnOptions, max_logits: bool, stream: int
-    ) -> tuple[_Walk | None, Any]:
+    ) -> tuple[_BoundLaunches | None, Any]:
         q, k, v, rows_k, rows_v, out, lse, sink = tensors
         k, v, rows_k, rows_v = self._with_keys(k, v, rows_k, rows_v)
         numbers = _later_numbers(self.num_recv, {"later.k": k, "later.v": v})
@@ -281,15 +281,15 @@ class OneLaunch:
             return None, None
         moving, slots = () if arriving is None else (arriving.step,), ("k_rows", "v_rows", "scratch")
         numbers |= brought(moving)
-        form = CallsForm(q.device, stream, self.num_recv > 0, _are_same((k, v), (rows_k, rows_v)), not q.shape[0])
+        form = LaunchesForm(q.device, stream, self.num_recv > 0, _are_same((k, v), (rows_k, rows_v)), not q.shape[0])
         if form.is_empty:
             return self._walk(made, form, mover, lambda: [moving], slots, numbers), None
-        use = gated.PassUse(options, stream, remembered=not self.is_prepared)
+        use = fused_forward.PassUse(options, stream, remembered=not self.is_prepared)
         operands = ForwardInputs(q, k, v, sink), ForwardOutput(out, lse)
-        known = gated.forward_pass(*operands, self.num_recv, self.bands, use, self.numbers[0])
+        known = fused_forward.forward_pass(*operands, self.num_recv, self.bands, use, self.numbers[0])
 
         def steps() -> list[Sequence[Step]]:
-            return [(*moving, gated.forward_step(*operands, arriving, known.form, use, max_logits))]
+            return [(*moving, fused_forward.forward_step(*operands, arriving, known.form, use, max_logits))]
 
         more = [name for name, there in (("sink", sink is not None), ("max_logits", max_logits)) if there]
         slots = (*slots, "q", "k", "v", "out", "lse", *more)
@@ -298,7 +298,7 @@ class OneLaunch:
 
     def _make_backward(
         self, tensors: tuple[Layout, ...], made: dict, options: AttnOptions, delta: bool, stream: int
-    ) -> tuple[_Walk | None, Any]:
+    ) -> tuple[_BoundLaunches | None, Any]:
         q, k, v, rows_k, rows_v, dout, out, lse, dq, dk, dv = tensors
         k, v, rows_k, rows_v, dk, dv = self._with_keys(k, v, rows_k, rows_v, dk, dv)
         numbers = _later_numbers(self.num_recv, {"later.k": k, "later.v": v, "later.dk": dk, "later.dv": dv})
@@ -312,22 +312,22 @@ class OneLaunch:
             left, back = sums is None, () if sums is None else (sums,)
         numbers |= brought((*moving, *back))
         is_direct, slots = _are_same((k, v), (rows_k, rows_v)), ("k_rows", "v_rows", "scratch", "dk", "dv")
-        form = CallsForm(q.device, stream, self.num_recv > 0, is_direct, not q.shape[0], left)
+        form = LaunchesForm(q.device, stream, self.num_recv > 0, is_direct, not q.shape[0], left)
         if form.is_empty:
             return self._walk(made, form, mover, lambda: [moving, back], slots, numbers), None
-        use = gated.PassUse(options, stream, remembered=not self.is_prepared)
-        lie = gated_backward.BackwardTensors((q, k, v, dout), out, lse, (dq, dk, dv))
-        known = gated_backward.backward_pass(lie, self.num_recv, self.bands, use, self.numbers[1])
+        use = fused_forward.PassUse(options, stream, remembered=not self.is_prepared)
+        lie = fused_backward.BackwardTensors((q, k, v, dout), out, lse, (dq, dk, dv))
+        known = fused_backward.backward_pass(lie, self.num_recv, self.bands, use, self.numbers[1])
         numbers |= known.numbers
-        scratch, numbers["num_scratch"] = gated_backward.scratch_numbers(
+        scratch, numbers["num_scratch"] = fused_backward.scratch_numbers(
             lie, known.form, use, numbers["key_sums"], numbers["num_scratch"]
         )
         numbers |= scratch
 
         def steps() -> list[Sequence[Step]]:
             comes = arriving if self.num_recv else None
-            sent = gated_backward.Sent(comes, _OF_LATER, moves=bool(moving), returns=bool(back))
-            found = gated_backward.backward_steps(lie, sent, known, use, delta)
+            sent = fused_backward.Sent(comes, _OF_LATER, moves=bool(moving), returns=bool(back))
+            found = fused_backward.backward_steps(lie, sent, known, use, delta)
             ends = [*back, *found.rest]
             if found.rest_is_apart and back and arriving.overlaps:
                 ends[0] = back[0].overlapping()
@@ -340,13 +340,13 @@ class OneLaunch:
 
     @staticmethod
     def _walk(
-        made: dict[CallsForm, StreamCalls],
-        form: CallsForm,
+        made: dict[LaunchesForm, StreamLaunches],
+        form: LaunchesForm,
         mover: StepMover | None,
         steps: Callable[[], Sequence[Sequence[Step]]],
         slots: Sequence[str],
         numbers: Mapping[str, int],
-    ) -> _Walk:
+    ) -> _BoundLaunches:
         """A walk for these numbers.
 
         Args:
@@ -354,14 +354,14 @@ class OneLaunch:
             form: of these.
             mover: launches kernels that transfer rows; None if there are none.
             steps: makes the steps if there are none to copy.
-            slots: as `CallList` takes them.
+            slots: as `LaunchList` takes them.
             numbers: of the mask.
         """
         known = made.get(form)
         if known is None or not known.hold():
-            known = StreamCalls(form, mover, steps(), slots)
+            known = StreamLaunches(form, mover, steps(), slots)
         made[form] = calls = known.like(mover, numbers)
-        return _Walk(calls, numbers)
+        return _BoundLaunches(calls, numbers)
 
     def _with_keys(self, *tensors: Layout) -> Iterator[Layout]:
         """Layouts of key tensors of another mask, with this mask's number of keys."""
@@ -384,8 +384,8 @@ class OneLaunch:
         return mover, arriving
 
 
-def _made(make: Callable, tensors: tuple, options: tuple, made: dict, one: OneLaunch):
-    """One of `OneLaunch.makers`; ``made``: the calls that it has made, by form."""
+def _made(make: Callable, tensors: tuple, options: tuple, made: dict, one: LaunchProgram):
+    """One of `LaunchProgram.makers`; ``made``: the calls that it has made, by form."""
     return make(one, tensors, made, *options)
 
 

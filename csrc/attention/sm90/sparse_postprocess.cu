@@ -23,7 +23,7 @@ struct SparseFinishParams {
   float scale;
 };
 
-DEVICE void finish_part(const Sums* sums, u16* to, float factor, int which, const SparseFinishParams& p) {
+DEVICE void postprocess_part(const Sums* sums, u16* to, float factor, int which, const SparseFinishParams& p) {
   float4 x[4];
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
@@ -45,13 +45,13 @@ DEVICE void finish_part(const Sums* sums, u16* to, float factor, int which, cons
   reinterpret_cast<uint4*>(to)[1] = make_uint4(high[0], high[1], high[2], high[3]);
 }
 
-extern "C" __global__ void __launch_bounds__(256) ffa_sparse_finish(const __grid_constant__ SparseFinishParams p) {
+extern "C" __global__ void __launch_bounds__(256) ffa_sparse_postprocess(const __grid_constant__ SparseFinishParams p) {
   await_earlier_kernels();
   const i64 item = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
   const i64 row = item / kParts % p.num_rows, head = item / kParts / p.num_rows;
   const int part = item % kParts;
   if (head >= p.heads) return;
   const i64 from = (head * p.sum_rows + row) * (HEAD_DIM / 4) + 4 * part;
-  finish_part(p.dk_sums + from, p.dk + row * p.dk_row + head * p.dk_head + 16 * part, p.scale, 0, p);
-  finish_part(p.dv_sums + from, p.dv + row * p.dv_row + head * p.dv_head + 16 * part, 1.f, 1, p);
+  postprocess_part(p.dk_sums + from, p.dk + row * p.dk_row + head * p.dk_head + 16 * part, p.scale, 0, p);
+  postprocess_part(p.dv_sums + from, p.dv + row * p.dv_row + head * p.dv_head + 16 * part, 1.f, 1, p);
 }

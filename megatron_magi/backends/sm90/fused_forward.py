@@ -36,8 +36,8 @@ from megatron_magi.backends.sm90.forward_kernel import make_launch
 from megatron_magi.backends.sm90.plan import DevicePlan, HostPlan, ScheduleKey, Tiling
 from megatron_magi.backends.sm90.support import check_support, seen_rows, sm_count
 from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, prepared
+from megatron_magi.cuda.launch_list import Step
 from megatron_magi.cuda.layout import Layout, Like
 from megatron_magi.lru import LruCache, Use
 from megatron_magi.mask import bands as bd
@@ -191,9 +191,9 @@ def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict
     }  # fmt: skip
 
 
-TABLES = ("tiles", "passes", "bounds", "step")
+TABLES = ("tiles", "segments", "bounds", "step")
 ROW_WORK = ("num_tiles", "num_heads", "group", "head_section", "log2_packed", "long_blocks")
-GATE = {"gate.num_rows": "later.num_rows", "gate.part_rows": "later.part_rows"}
+GATE = {"arrival_barrier.num_rows": "later.num_rows", "arrival_barrier.part_rows": "later.part_rows"}
 """Parameters that depend on the mask: of all tiled kernels; of those over query tiles; of those that wait for keys."""
 
 
@@ -341,9 +341,9 @@ def forward_step(
     places, later, values = (), (), {}
     if arriving is not None:
         places, later = arriving.places, tuple(Layout.of(t).with_rows(max(1, len(t))) for t in arriving.tensors)
-        values, numbers = {"gate": arriving.gate(first_arriving(k.shape[0]))}, {**numbers, **GATE}
+        values, numbers = {"arrival_barrier": arriving.gate(first_arriving(k.shape[0]))}, {**numbers, **GATE}
     key = (
-        "gated forward", bool(later), q.device, use.stream, q.dtype, use.options, form.tiles, q.shape, k.shape[1:],
+        "stream_kv forward", bool(later), q.device, use.stream, q.dtype, use.options, form.tiles, q.shape, k.shape[1:],
         v.shape[1:], q.stride(), k.stride(), v.stride(), None if sink_lse is None else sink_lse.stride(),
     )  # fmt: skip
     launch = prepared(key, lambda: make_launch(inputs, output, use.options, use.stream, form.tiles, arriving=later))

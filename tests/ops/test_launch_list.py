@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_magi.cuda import call_list, driver
-from megatron_magi.cuda.call_list import CallList, Field, MapRows, Patch, Step
+from megatron_magi.cuda import driver, launch_list
 from megatron_magi.cuda.driver import Kernel, LaunchConfig
+from megatron_magi.cuda.launch_list import Field, LaunchList, MapRows, Patch, Step
 
 WORDS = 6
 LAUNCH = ctypes.CFUNCTYPE(
@@ -54,8 +54,8 @@ class Driver:
 def told(monkeypatch, request):
     """A driver that is told, by either walk."""
     if request.param == "python":
-        monkeypatch.setattr(call_list, "_library", lambda: None)
-    elif not call_list.available():
+        monkeypatch.setattr(launch_list, "_library", lambda: None)
+    elif not launch_list.available():
         pytest.skip("not built")
     found = Driver()
     launch, move = LAUNCH(found.launch), MOVE(found.move)
@@ -89,7 +89,7 @@ def make():
         step(2),
         step(3, Patch(0, "b", 256, True), Patch(24, "b", 8), Patch(40, "a", -8)),
     ]
-    return CallList(steps, ("b", "a"), 77, threading.Lock())
+    return LaunchList(steps, ("b", "a"), 77, threading.Lock())
 
 
 def test_kernels_get_the_addresses_of_each_call(told):
@@ -143,7 +143,7 @@ def test_no_parameter_but_those_listed_is_written(told):
 def test_a_kernel_that_is_timed_is_launched_by_python(told):
     launched = []
     timed = SimpleNamespace(launch=lambda *_: launched.append("timed"))
-    calls = CallList([step(1)._replace(kernel=timed), step(2)], (), 0, threading.Lock())
+    calls = LaunchList([step(1)._replace(kernel=timed), step(2)], (), 0, threading.Lock())
     calls.queue()
     assert launched == ["timed"] and [entry[0] for entry in told.told] == [2]
 
@@ -162,7 +162,7 @@ def test_a_copy_has_the_numbers_of_its_mask_and_the_first_those_of_its_own(told)
         kernel, LaunchConfig(kernel, 5), ctypes.addressof(wide), wide, patches,
         (Field(16, 8, "tables"), Field(36, 4, "count")), (MapRows(64, "rows", encode),), "grid",
     )  # fmt: skip
-    calls = CallList([first, step(2)], ("b", "a"), 77, threading.Lock())
+    calls = LaunchList([first, step(2)], ("b", "a"), 77, threading.Lock())
     numbers = {"begin": 8, "tables": 1 << 40, "count": -3, "rows": 6, "grid": 9}
     one = calls.with_numbers(numbers)
     one.queue(4096, 512)

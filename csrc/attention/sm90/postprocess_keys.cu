@@ -1,7 +1,7 @@
 // Converts the fp32 sums of dK and dV, of tiles whose query heads were split into several items, to gradients: dK times
 // the softmax scale.
 //
-// Compile-time: HEAD_DIM, DTYPE, GATED (see backward.cu), CAPTURED (mask_numbers.cuh; the grid may then have more
+// Compile-time: HEAD_DIM, DTYPE, STREAM_KV (see backward.cu), CAPTURED (mask_numbers.cuh; the grid may then have more
 // blocks than there are tiles).
 
 #include "gradients.cuh"
@@ -15,10 +15,10 @@ struct FinishKeysParams {
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   int heads_kv, store;
   float scale;
-#if GATED
+#if STREAM_KV
   int store_remote;
   void *dk_remote, *dv_remote;
-  Gate gate;
+  ArrivalBarrier arrival_barrier;
 #endif
 #if CAPTURED
   const MaskNumbers* numbers;
@@ -26,7 +26,7 @@ struct FinishKeysParams {
 };
 
 // One thread block: half the columns of one tile and head, of dk or of dv.
-extern "C" __global__ void __launch_bounds__(256) ffa_finish_keys(const __grid_constant__ FinishKeysParams p) {
+extern "C" __global__ void __launch_bounds__(256) ffa_postprocess_keys(const __grid_constant__ FinishKeysParams p) {
   await_earlier_kernels();
   let_next_kernel_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(256) ffa_finish_keys(const __grid_c
   const bool valid[2] = {row < tile.w, row + 8 < tile.w};
   const i64 row_stride = values ? p.dv_row : p.dk_row;
   const i64 at = (row_of_key(p, tile.x) + row) * row_stride + head * (values ? p.dv_head : p.dk_head) + half * kColumns;
-  finish_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32),
-                                values ? OF_KEY(p, tile.x, dv) : OF_KEY(p, tile.x, dk), at, row_stride, valid,
-                                OF_KEY(p, tile.x, store), values ? 1.f : p.scale, lane);
+  postprocess_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32),
+                                     values ? OF_KEY(p, tile.x, dv) : OF_KEY(p, tile.x, dk), at, row_stride, valid,
+                                     OF_KEY(p, tile.x, store), values ? 1.f : p.scale, lane);
 }

@@ -1,7 +1,7 @@
 """The backward in one launch over own keys and fetched keys, which arrive while it runs; `backward` runs stages.
 
 For head dims whose backward can be one kernel (`kernels.WHOLE_DIMS`). Keys are indexed, and the mask's numbers are
-separated from the rest, as in `gated`.
+separated from the rest, as in `fused_forward`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_magi.backends.sm90.choices import (
     most_split_at_once,
     query_tiles,
 )
-from megatron_magi.backends.sm90.gated import (
+from megatron_magi.backends.sm90.fused_forward import (
     GATE,
     ROW_WORK,
     TABLES,
@@ -43,8 +43,8 @@ from megatron_magi.backends.sm90.plan import HostPlan, ScheduleKey, Tiling
 from megatron_magi.backends.sm90.support import LOG2_E, may_overlap, sm_count
 from megatron_magi.backends.sm90.tiles import UNIT
 from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.call_list import Place, Step
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
+from megatron_magi.cuda.launch_list import Place, Step
 from megatron_magi.cuda.layout import Like
 from megatron_magi.lru import LruCache
 
@@ -106,7 +106,7 @@ def backward_numbers(
     plan_of: Callable[[Tiling], HostPlan],
     schedule_of: Callable[[Tiling, ScheduleKey], tuple[int, int]],
 ) -> MaskNumbers:
-    """The mask's numbers for a backward; arguments as in `gated.forward_numbers`.
+    """The mask's numbers for a backward; arguments as in `fused_forward.forward_numbers`.
 
     ``schedule_of``: returns the number of items of a schedule, and of tiles whose heads are split.
     """
@@ -139,7 +139,7 @@ def backward_numbers(
 def backward_pass(
     tensors: BackwardTensors, num_arriving: int, bands: np.ndarray, use: PassUse, known: MaskNumbers | None = None
 ) -> Pass:
-    """The backward pass over a mask; arguments as of `gated.forward_pass`."""
+    """The backward pass over a mask; arguments as of `fused_forward.forward_pass`."""
     q = tensors.inputs[0]
 
     def make() -> Pass:
@@ -222,7 +222,7 @@ class _Steps:
         self._gate, self._of_later, self._gate_numbers = {}, {}, {}
         if sent.arriving is not None:
             self._maps = (*self._maps[:3], *sent.arriving.places, ("dout", 0))
-            self._gate = {"gate": sent.arriving.gate(first_arriving(len(k)))}
+            self._gate = {"arrival_barrier": sent.arriving.gate(first_arriving(len(k)))}
             self._of_later = dict(zip(("dk_remote", "dv_remote"), sent.places, strict=True))
             self._gate_numbers = GATE
         self._of_rows = {"lse": ("scratch", "at.stats"), "delta": ("scratch", "at.minus_delta")}
@@ -270,22 +270,22 @@ class _Steps:
 
     def _finish_keys(self) -> Step:
         dk, dv = self._tensors.grads[1:]
-        gated, dtype = self._form.arrives, self._tensors.inputs[0].dtype
-        launch = finish_keys_launch(dk, dv, dtype, self._use.options.softmax_scale, self._store, gated=gated)
+        stream_kv, dtype = self._form.arrives, self._tensors.inputs[0].dtype
+        launch = finish_keys_launch(dk, dv, dtype, self._use.options.softmax_scale, self._store, stream_kv=stream_kv)
         return launch.step(
             {"sums": self._key_sums, **self._of_keys},
-            values={"store_remote": self._store, **self._gate} if gated else {},
+            values={"store_remote": self._store, **self._gate} if stream_kv else {},
             numbers={"tiles": "keys.tiles", **self._gate_numbers}, num_blocks="finish_keys.grid",
             overlaps=self._overlaps,
         )  # fmt: skip
 
     def _finish_dq(self) -> Step:
-        sent, gated = self._sent, self._form.arrives
+        sent, stream_kv = self._sent, self._form.arrives
         launch = finish_dq_launch(
             self._tensors.grads[0], self._common.stats_row // UNIT, self._tensors.inputs[0].dtype,
-            self._use.options.softmax_scale, STORE_HALF, concurrent=gated or sent.returns,
+            self._use.options.softmax_scale, STORE_HALF, concurrent=stream_kv or sent.returns,
         )  # fmt: skip
-        overlaps = self._overlaps and (sent.returns or not gated)
+        overlaps = self._overlaps and (sent.returns or not stream_kv)
         return launch.step({"sums": ("scratch", "at.sums"), "dq": ("dq", 0)}, overlaps=overlaps)
 
     def _queries(self) -> Step:

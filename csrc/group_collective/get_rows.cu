@@ -1,4 +1,4 @@
-// Fetches rows from other ranks while the next kernel (attention) computes and waits for them as they arrive.
+// Gets rows from other ranks, one-sided, while the next kernel (attention) computes and waits for them as they arrive.
 //
 // The first `pullers` thread blocks pull the rows that this rank needs from the slots of other ranks by TMA: one thread
 // of a warp loads pieces of rows into a ring of buffers in shared memory and stores them from there, so that a few SMs
@@ -12,8 +12,11 @@
 
 #include "../common/arrivals.cuh"
 #include "send_row.cuh"
+#include "units.cuh"
 
-struct AnnounceParams {
+using Unit = UnitOf<UNIT>::Type;
+
+struct GetParams {
   Peers peers;
   SlotRows from, to;  // to: units of 16 bytes
   const i64* rows;    // rows to publish, ascending
@@ -110,7 +113,7 @@ DEVICE void store_piece(const SlotRows& s, i64 row, int piece, u32 smem) {
 // that are now complete. Memory order: bulk_wait completes the TMA stores, the proxy fence and __threadfence order them
 // before the count. The thread that completes a part sees all counts, so its release publishes the stores of all
 // threads.
-DEVICE void signal_parts(const AnnounceParams& p, u32 call, i64 begin, i64 end, i64 num_rows) {
+DEVICE void signal_parts(const GetParams& p, u32 call, i64 begin, i64 end, i64 num_rows) {
   bulk_wait();
   asm volatile("fence.proxy.async;" ::: "memory");
   __threadfence();
@@ -125,8 +128,8 @@ DEVICE void signal_parts(const AnnounceParams& p, u32 call, i64 begin, i64 end, 
 }
 
 // Pieces in the order in which they are stored; at the end of each run its rows are signaled.
-struct AnnouncedPieces : Pieces {
-  const AnnounceParams& p;
+struct SignaledPieces : Pieces {
+  const GetParams& p;
   u32 call;
   DEVICE void advance() {
     const i64 before = at, last = row;
@@ -136,7 +139,7 @@ struct AnnouncedPieces : Pieces {
 };
 
 // Run by `num_blocks` thread blocks: chunk by chunk, copies rows into this rank's slot and signals all ranks.
-DEVICE void publish(const AnnounceParams& p, u32 call, u32 block, u32 num_blocks) {
+DEVICE void publish(const GetParams& p, u32 call, u32 block, u32 num_blocks) {
   __shared__ longlong2 looked_at[kThreads];
   Control* mine = p.peers.control[p.peers.rank];
   const u32 thread = threadIdx.x;
@@ -161,7 +164,7 @@ DEVICE void publish(const AnnounceParams& p, u32 call, u32 block, u32 num_blocks
       if (begin == end) continue;
       for (i64 i = begin + (thread >> p.from.log2_lanes); i < end; i += at_once) {
         const i64 row = p.rows[i];
-        send_row<kLoads>(p.from, row, slot + row * p.from.row_bytes, thread & (lanes - 1), lanes);
+        send_row<Unit, kLoads>(p.from, row, slot + row * p.from.row_bytes, thread & (lanes - 1), lanes);
       }
       __syncthreads();
       if (thread < p.peers.num_ranks)
@@ -172,14 +175,14 @@ DEVICE void publish(const AnnounceParams& p, u32 call, u32 block, u32 num_blocks
 
 // Run by one thread of each pulling warp. `ring`: kDepth buffers of kPieceBytes; `full`: their mbarriers. A load into a
 // buffer is issued once at most kSpare stores are still reading, that is, when the store from this buffer has read it.
-DEVICE void pull(const AnnounceParams& p, u32 call, u32 warp, u32 num_warps, u32 ring, u32 full) {
+DEVICE void pull(const GetParams& p, u32 call, u32 warp, u32 num_warps, u32 ring, u32 full) {
   const SlotRows& s = p.to;
   bool failed = false;
   for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
   barrier_init_fence();
   fence_async_proxy();
   Pieces loads(p.peers, warp, num_warps, *p.num_pulled, s.units, p.part_rows);
-  AnnouncedPieces stores{loads, p, call};
+  SignaledPieces stores{loads, p, call};
   Pull slots(p.peers, call, static_cast<int>(p.chunk_shift), s.row_bytes);
   i64 place = loads.any() ? p.places[loads.row] : 0;
   u64 from = 0;
@@ -207,7 +210,7 @@ DEVICE void pull(const AnnounceParams& p, u32 call, u32 warp, u32 num_warps, u32
   for (; stores.any(); stores.advance()) store_piece(s, stores.row, stores.piece, 0);  // only after a timeout: NaN
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_announce_rows(const __grid_constant__ AnnounceParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_get_rows(const __grid_constant__ GetParams p) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ u64 barriers[kPullWarps][kDepth];
   Control* mine = p.peers.control[p.peers.rank];
@@ -215,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_announce_rows(con
   if (thread == 0) {
     if (blockIdx.x == 0) {
       // Attention reads this word. It starts after all blocks have called let_next_kernel_start, so it sees this value.
-      mine->announced = call;
+      mine->get_call = call;
       __threadfence();
     }
     let_next_kernel_start();

@@ -184,7 +184,7 @@ class _Form:
         return memory[begin : begin + self.num_bytes]
 
 
-class CallList:
+class LaunchList:
     """Kernel launches in their order, on one stream. A list whose steps have numbers of a mask is queued only after
     `with_numbers` has set them.
 
@@ -222,7 +222,7 @@ class CallList:
                 form.num_patches, len(form.kernels),
             )  # fmt: skip
 
-    def with_numbers(self, numbers: Mapping[str, int]) -> CallList:
+    def with_numbers(self, numbers: Mapping[str, int]) -> LaunchList:
         """A copy of the list for another mask; ``numbers``: its numbers by name, at least those that the steps name."""
         form, memory = self._form, self._form.memory()
         with form.lock:
@@ -235,7 +235,7 @@ class CallList:
             if count != before:
                 memory[one.at : one.at + driver.MAP_BYTES] = np.frombuffer(one.encode(count), dtype=np.uint8)
                 self._forget_place(memory, one.at)
-        made = object.__new__(CallList)
+        made = object.__new__(LaunchList)
         made._begin(form, memory, rows)
         return made
 

@@ -21,10 +21,10 @@ struct FinishParams {
 };
 
 // One thread block: 64 rows of one head.
-extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_constant__ FinishParams p) {
+extern "C" __global__ void __launch_bounds__(256) ffa_postprocess_dq(const __grid_constant__ FinishParams p) {
   if (!CONCURRENT) await_earlier_kernels();
   let_next_kernel_start();
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, half = threadIdx.x / 128;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, half = threadIdx.x / kWarpgroupThreads;
   const int head = blockIdx.x / p.blocks, block = blockIdx.x - head * p.blocks;
   const int row = block * 64 + warp * 16 + lane / 4;
   const bool valid[2] = {row < p.num_rows, row + 8 < p.num_rows};
@@ -45,11 +45,11 @@ extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_con
     const float* second = first + 8 * 65;
     return make_float4(first[0], first[1], second[0], second[1]);
   };
-  finish_rows<DTYPE, kColumns>(sums_of, p.dq, at, p.dq_row, valid, p.store, p.scale, lane);
+  postprocess_rows<DTYPE, kColumns>(sums_of, p.dq, at, p.dq_row, valid, p.store, p.scale, lane);
 #else
   const i64 piece = (2 * static_cast<i64>(head) + half) * p.units + 4 * block + warp;
-  finish_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32), p.dq, at, p.dq_row, valid, p.store, p.scale,
-                                lane);
+  postprocess_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32), p.dq, at, p.dq_row, valid, p.store, p.scale,
+                                     lane);
 #endif
   if (CONCURRENT && blockIdx.x == gridDim.x - 1)
     await_earlier_kernels();  // one block is enough; the others free their SMs

@@ -18,7 +18,7 @@ def needed_kernels(
     *,
     deterministic: bool,
     softcap: bool = False,
-    gated: bool = False,
+    stream_kv: bool = False,
     captured: bool = False,
 ) -> list[tuple[str, tuple[str, ...]]]:
     """Sources and macros of all kernels that `choices` can choose, forward and backward.
@@ -29,36 +29,36 @@ def needed_kernels(
         group: query heads of a key head.
         deterministic: every backward is bitwise repeatable.
         softcap: logits are capped.
-        gated: only kernels that wait for fetched keys.
+        stream_kv: only kernels that wait for fetched keys.
         captured: only kernels that read a mask's numbers from memory.
     """
     if captured:
         plain = needed_kernels(dtype, dims, group, deterministic=deterministic, softcap=softcap)
-        same = {source_of("row_delta"), source_of("finish_dq")}
+        same = {source_of("row_delta"), source_of("postprocess_dq")}
         return [(source, (*macros, "CAPTURED=1")) for source, macros in plain if source not in same]
     found: list[tuple[str, tuple[str, ...]]] = []
-    if not gated:
-        found += [("prepare", ()), ("row_delta", (f"HEAD_DIM_V={dims[1]}", element(dtype)))]
+    if not stream_kv:
+        found += [("preprocess", ()), ("row_delta", (f"HEAD_DIM_V={dims[1]}", element(dtype)))]
     wide, forward = hopper_kernels.kernel_dims(dims), hopper_kernels.kernel_dims(dims, backward=False)
     assert wide is not None and forward is not None, f"head dims {dims}"
     dims = wide
     found += [
-        ("forward", hopper_kernels.forward_macros(dtype, forward, tile, softcap, gated))
+        ("forward", hopper_kernels.forward_macros(dtype, forward, tile, softcap, stream_kv))
         for tile in hopper_kernels.FORWARD_TILES[forward]
     ]
     whole = dims in hopper_kernels.WHOLE_DIMS
-    if whole and gated:
-        found.append(("prepare", hopper_kernels.delta_macros(dtype, dims[1])))
+    if whole and stream_kv:
+        found.append(("preprocess", hopper_kernels.delta_macros(dtype, dims[1])))
     if whole and not deterministic:
-        found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, True, gated)))
-        found.append(("finish_dq", hopper_kernels.finish_dq_macros(dtype, dims[0], gated)))
+        found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, True, stream_kv)))
+        found.append(("postprocess_dq", hopper_kernels.finish_dq_macros(dtype, dims[0], stream_kv)))
         if group > 1:  # only query heads that share a key head are split
-            found.append(("finish_keys", hopper_kernels.finish_keys_macros(dtype, dims[0], gated)))
+            found.append(("postprocess_keys", hopper_kernels.finish_keys_macros(dtype, dims[0], stream_kv)))
     packs = math.gcd(group, KERNELS.most_packed_heads) > 1
     if whole and (deterministic or packs or dims[0] == 128):  # as in `choices.sums_pay`
-        found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, False, gated)))
-        found.append(("backward_queries", hopper_kernels.queries_macros(dtype, dims, softcap, gated)))
-    if not whole and not gated:
+        found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, False, stream_kv)))
+        found.append(("backward_queries", hopper_kernels.queries_macros(dtype, dims, softcap, stream_kv)))
+    if not whole and not stream_kv:
         found.append(("backward_keys", hopper_kernels.keys_macros(dtype, dims, softcap)))
         found.append(("backward_queries", hopper_kernels.queries_macros(dtype, dims, softcap)))
     return [(source_of(name), macros) for name, macros in found]

@@ -27,7 +27,8 @@ from megatron_magi.backends.sm90.choices import (
     query_tiles,
     sums_meet,
 )
-from megatron_magi.backends.sm90.gated import (
+from megatron_magi.backends.sm90.fused_backward import backward_numbers
+from megatron_magi.backends.sm90.fused_forward import (
     MaskNumbers,
     PassShape,
     forward_numbers,
@@ -35,9 +36,8 @@ from megatron_magi.backends.sm90.gated import (
     row_tiling,
     seen_numbers,
 )
-from megatron_magi.backends.sm90.gated_backward import backward_numbers
-from megatron_magi.backends.sm90.one_launch import backward_pays
 from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
+from megatron_magi.backends.sm90.program import backward_pays
 from megatron_magi.backends.sm90.schedule import Schedule
 from megatron_magi.operands.merge import accumulate_dtype
 
@@ -229,7 +229,7 @@ def make_gated_tables(
     """`make_tables` of passes with fetched keys; no tables if this rank fetches none.
 
     Args:
-        bands: over keys indexed as in `gated`.
+        bands: over keys indexed as in `fused_forward`.
         shapes: of the passes.
         backward, planner: as in `make_tables`.
     """

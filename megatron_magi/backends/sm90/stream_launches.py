@@ -9,11 +9,11 @@ from weakref import ref
 import torch
 
 from megatron_magi.backends.base import StepMover
-from megatron_magi.cuda.call_list import CallList, Step
+from megatron_magi.cuda.launch_list import LaunchList, Step
 from megatron_magi.cuda.streams import stream_lock
 
 
-class CallsForm(NamedTuple):
+class LaunchesForm(NamedTuple):
     """Properties common to lists of calls of different masks.
 
     Attributes:
@@ -39,34 +39,34 @@ def brought(steps: Sequence[Step]) -> dict[str, int]:
     return {name: number for step in steps for name, number in step.numbers.items()}
 
 
-class StreamCalls:
+class StreamLaunches:
     """Lists of calls.
 
     Args:
         form: how they are launched.
         mover: launches kernels that transfer rows; None if there are none.
         lists: steps of each; `like` sets the numbers of a mask in them.
-        slots: as `CallList` takes them.
+        slots: as `LaunchList` takes them.
 
     Attributes:
         form: as given.
     """
 
     def __init__(
-        self, form: CallsForm, mover: StepMover | None, lists: Sequence[Sequence[Step]], slots: Sequence[str]
+        self, form: LaunchesForm, mover: StepMover | None, lists: Sequence[Sequence[Step]], slots: Sequence[str]
     ) -> None:
         lock = stream_lock(form.device, form.stream)
-        self._begin(form, mover, [CallList(steps, slots, form.stream, lock) for steps in lists])
+        self._begin(form, mover, [LaunchList(steps, slots, form.stream, lock) for steps in lists])
 
-    def _begin(self, form: CallsForm, mover: StepMover | None, lists: list[CallList]) -> None:
+    def _begin(self, form: LaunchesForm, mover: StepMover | None, lists: list[LaunchList]) -> None:
         # A weak reference: the group owns memory that other ranks have mapped.
         self._mover = None if mover is None else ref(mover)
         self._version = None if mover is None else mover.version()
         self.form, self._lists = form, lists
 
-    def like(self, mover: StepMover | None, numbers: Mapping[str, int]) -> StreamCalls:
+    def like(self, mover: StepMover | None, numbers: Mapping[str, int]) -> StreamLaunches:
         """A copy for a mask with these numbers."""
-        made = object.__new__(StreamCalls)
+        made = object.__new__(StreamLaunches)
         made._begin(self.form, mover, [calls.with_numbers(numbers) for calls in self._lists])
         return made
 

@@ -16,9 +16,10 @@ struct SparseFinishDqParams {
 };
 
 // One warp: a piece. Four units a thread block.
-extern "C" __global__ void __launch_bounds__(256) ffa_sparse_finish_dq(const __grid_constant__ SparseFinishDqParams p) {
+extern "C" __global__ void __launch_bounds__(256)
+    ffa_sparse_postprocess_dq(const __grid_constant__ SparseFinishDqParams p) {
   await_earlier_kernels();
-  const int lane = threadIdx.x % 32, half = threadIdx.x / 128, blocks = (p.units + 3) / 4;
+  const int lane = threadIdx.x % 32, half = threadIdx.x / kWarpgroupThreads, blocks = (p.units + 3) / 4;
   const int pack = blockIdx.x / blocks, unit = blockIdx.x % blocks * 4 + threadIdx.x / 32 % 4;
   if (unit >= p.units) return;
   const int block = unit / p.block_units, first = (unit - block * p.block_units) * 16 + lane / 4;
@@ -30,8 +31,8 @@ extern "C" __global__ void __launch_bounds__(256) ffa_sparse_finish_dq(const __g
     for (int j = 0; j < 4; ++j) x[j] = __ldcs(piece + (4 * g + j) * 32 + lane);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int place = first + 8 * r, in_block = place >> p.log2_heads, row = block * p.query_block + in_block;
-      const int head = (pack << p.log2_heads) + (place & (1 << p.log2_heads) - 1);
+      const int acc_row = first + 8 * r, in_block = acc_row >> p.log2_heads, row = block * p.query_block + in_block;
+      const int head = (pack << p.log2_heads) + (acc_row & (1 << p.log2_heads) - 1);
       u32 word[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) word[j] = T::pack(p.scale * (r ? x[j].z : x[j].x), p.scale * (r ? x[j].w : x[j].y));

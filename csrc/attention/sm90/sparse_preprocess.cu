@@ -12,7 +12,7 @@ struct SparseStatsParams {
   int num_rows, rows, query_block, stats_block, log2_heads;
 };
 
-extern "C" __global__ void __launch_bounds__(256) ffa_sparse_stats(const __grid_constant__ SparseStatsParams p) {
+extern "C" __global__ void __launch_bounds__(256) ffa_sparse_preprocess(const __grid_constant__ SparseStatsParams p) {
   await_earlier_kernels();
   let_next_kernel_start();
   const i64 first = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x, step = static_cast<i64>(gridDim.x) * 256;

@@ -6,13 +6,14 @@
 
 #include "../../common/ptx.cuh"
 #include "mask_numbers.cuh"
+#include "row_dots.cuh"
 
 #ifndef DELTA
 #define DELTA 0
 #endif
 
 #if DELTA
-#include "row_dots.cuh"
+using Dots = RowDots<DTYPE, HEAD_DIM_V>;
 #endif
 
 // Rows and heads of a thread block. With DELTA fewer heads: more blocks hide the memory latency better.
@@ -78,8 +79,8 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
   __syncthreads();
   const u32 heads = min(kTileHeads, p.num_heads - head0);
   const u32 count = min(kTileRows, max(p.num_rows - row0, 0)) * heads;
-  for (u32 begin = 0; begin < count; begin += kRowsAtOnce * kStride)
-    dot_rows(
+  for (u32 begin = 0; begin < count; begin += Dots::kBlockRows)
+    Dots::compute(
         {p.dout, p.out, p.dout_row, p.dout_head, p.out_row, p.out_head}, begin, count,
         [&](u32 item, i64& row, i64& head) { row = row0 + item / heads, head = head0 + item % heads; },
         [&](u32 item, float sum) {
@@ -106,7 +107,7 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
 }
 
 // Blocks past the last row and head only zero the sums. Reads are issued before the zeros, which would delay them.
-extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_constant__ PrepareParams p) {
+extern "C" __global__ void __launch_bounds__(256) ffa_preprocess(const __grid_constant__ PrepareParams p) {
   if (!p.concurrent) {
     await_earlier_kernels();
     let_next_kernel_start();
