@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_magi import envs
-from megatron_magi.capture import is_capturing
 from megatron_magi.mask import bands as bd
+from megatron_magi.runtime.graph_capture import is_capturing
 
 ON = envs.profile_mode()
 """Whether this process profiles."""

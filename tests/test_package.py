@@ -33,6 +33,15 @@ def test_the_public_functions_need_no_megatron_and_no_compiler():
     assert "torch" in loaded and not loaded & {"megatron", "torch._dynamo", "sympy", "triton"}
 
 
+def test_names_for_users_of_magi_attention_are_loaded_when_one_is_asked_for():
+    uses = (
+        "import torch; from megatron_magi import api; key = api.magi_attn_varlen_key([0, 4], [0, 4], causal=True); "
+        "x = api.dispatch(torch.ones(4, 1, 8), key); api.calc_attn(x, x, x, key)"
+    )
+    assert not {name for name in modules_after(uses) if name.startswith("megatron_magi.compat")}
+    assert "megatron_magi.compat.ranges" in modules_after("from megatron_magi.api import AttnRanges")
+
+
 @pytest.mark.parametrize(
     "missing, module, extra",
     [("transformers", "hf", "hf"), ("accelerate", "hf", "hf"), ("matplotlib", "demo.__main__", "demo")],
@@ -49,6 +58,16 @@ def test_every_public_name_can_be_imported():
     assert set(megatron_magi.__all__) <= set(dir(megatron_magi))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         megatron_magi.nothing  # noqa: B018
+
+
+def test_every_name_of_the_api_is_there_once():
+    from megatron_magi import api, compat
+
+    assert all(hasattr(api, name) for name in api.__all__) and set(api.__all__) <= set(dir(api))
+    assert set(compat.__all__) < set(api.__all__) and len(set(api.__all__)) == len(api.__all__)
+    assert all(getattr(api, name) is getattr(compat, name) for name in compat.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        api.nothing  # noqa: B018
 
 
 def test_the_version_is_that_of_the_metadata():

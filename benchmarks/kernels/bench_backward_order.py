@@ -22,7 +22,7 @@ from benchmarks._lib.provenance import write_csv
 from benchmarks._lib.providers import FFA, Problem, make_problem
 from benchmarks._lib.timing import time_together
 from megatron_magi.backends.sm90 import tuning
-from megatron_magi.lru import LruCache
+from megatron_magi.runtime.lru import LruCache
 
 HEADER = ["head_dim", "heads", "mask", "length", "change", "backward_ms", "tflops", "rate_over_present", "difference"]
 PRESENT = "present"

@@ -28,10 +28,10 @@ from benchmarks._lib.memory import growth, memory_mb
 from benchmarks._lib.provenance import write_csv
 from megatron_magi.attention import AttnShape, PreparedBatch, StaticPlans, distributed_attention, prepare_batch
 from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.plan import RankPlan, make_plan
+from megatron_magi.runtime.lru import LruCache
 from megatron_magi.testing.spawn import run_ranks
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 8, 2, 128

@@ -20,9 +20,9 @@ from megatron_magi.comm.group_collective import Args
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.cuda.streams import current_stream
-from megatron_magi.lru import LruCache
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.plan import Schedule
+from megatron_magi.runtime.lru import LruCache
 
 
 def living(group_ref: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:

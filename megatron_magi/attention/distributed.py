@@ -15,15 +15,13 @@ from megatron_magi.attention.call_signature import AttentionCall, check_inputs, 
 from megatron_magi.attention.collective_args import cleared, joined_cast, plan_casts
 from megatron_magi.attention.fused_comm import is_alone, pays, program_of
 from megatron_magi.checks import flag, renamed
-from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
+from megatron_magi.comm.collective_checks import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, make_room
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.transport import FOR_CAPTURES
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
-from megatron_magi.eager import outside_graphs
-from megatron_magi.lru import LruCache
 from megatron_magi.operands.finite import require_finite
 from megatron_magi.operands.merge import accumulate_dtype, sink_gradient
 from megatron_magi.operands.meta import AttnForwardMeta
@@ -32,6 +30,8 @@ from megatron_magi.operands.passes import BackwardInputs
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, StepKind
+from megatron_magi.runtime.lru import LruCache
+from megatron_magi.runtime.no_compile import outside_graphs
 from megatron_magi.variables import NATIVE_COLLECTIVES
 
 _DEFAULTS = MagiConfig()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_magi.attention.collective_args import joined_cast
 from megatron_magi.backends.base import Program, Programs, is_changing
 from megatron_magi.backends.costs import DEFAULT, kernel_costs_of
-from megatron_magi.comm.announced import announced_cast, returned_sums
+from megatron_magi.comm.fused_steps import get_step, put_step
 from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.row_memory import with_rows
@@ -24,10 +24,10 @@ from megatron_magi.comm.transport import may_use_peer_memory
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch_list import Place, Step
 from megatron_magi.cuda.layout import Layout
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.types import own
+from megatron_magi.runtime.lru import LruCache
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class Fetched:
         """As of a `KeyTransfer`."""
         return with_rows(x)
 
-    def announced(
+    def get_step(
         self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: tuple[Place, Place]
     ) -> tuple[Native, Arriving] | None:
         """As of a `KeyTransfer`."""
-        return announced_cast(tensors, self.cast, self.group(), self.impl, into, sources, places)
+        return get_step(tensors, self.cast, self.group(), self.impl, into, sources, places)
 
-    def returned(
+    def put_step(
         self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: Sequence[Place]
     ) -> Step | None:
         """As of a `KeyTransfer`."""
-        return returned_sums(tensors, self.cast, self.group(), self.impl, into, sources, places)
+        return put_step(tensors, self.cast, self.group(), self.impl, into, sources, places)
 
     def give_back(self, tensors: list[torch.Tensor], into: list[torch.Tensor]) -> None:
         """As of a `KeyTransfer`."""

@@ -25,10 +25,10 @@ from megatron_magi.checks import instance
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.slice_passes import backend_that, table_backend
-from megatron_magi.parcel import Sendable
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.plan.types import Runtime
-from megatron_magi.upload import PackedArrays, pack
+from megatron_magi.runtime.shm_transport import Sendable
+from megatron_magi.runtime.upload import PackedArrays, pack
 
 
 class AttnShape(NamedTuple):

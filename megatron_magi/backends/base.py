@@ -22,17 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.capture import is_capturing
 from megatron_magi.operands.merge import row_products
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
+from megatron_magi.runtime.graph_capture import is_capturing
 
 if TYPE_CHECKING:
     from megatron_magi.cuda.arriving import Arriving
     from megatron_magi.cuda.launch_list import LaunchList, Place, Step
     from megatron_magi.cuda.layout import Layout, Like
-    from megatron_magi.lru import LruCache
     from megatron_magi.operands.sparse_pattern import SparsePattern
+    from megatron_magi.runtime.lru import LruCache
 
 Kernels = list[tuple[str, tuple[str, ...]]]
 """Kernels to compile: source, relative to the folder of CUDA sources, and macros of each."""
@@ -190,7 +190,7 @@ class KeyTransfer(Protocol):
     def published(self, x: Tensor) -> Tensor:
         """The tensor, or a copy whose rows other ranks can read."""
 
-    def announced(
+    def get_step(
         self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: tuple[Place, Place]
     ) -> tuple[StepMover, Arriving] | None:
         """The kernel that publishes keys and values and fetches those of other ranks; None, on all ranks, if rows of
@@ -201,7 +201,7 @@ class KeyTransfer(Protocol):
             sources, places: their addresses.
         """
 
-    def returned(
+    def put_step(
         self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: Sequence[Place]
     ) -> Step | None:
         """The kernel that sends gradients of fetched keys back and adds received ones to ``into``; None likewise."""

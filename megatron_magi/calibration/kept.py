@@ -39,7 +39,7 @@ def keep(rates: Rates) -> Path:
 
 
 def present_rates() -> Rates:
-    """The rates of the current GPU: as calibrated, else those of its kind; of an DEFAULT where there is no GPU.
+    """The rates of the current GPU: as calibrated, else those of its kind; `DEFAULT` where there is no GPU.
 
     Raises:
         ValueError: there is a calibration that is damaged; the message names the file.

@@ -1,6 +1,6 @@
 """A check that all ranks have the same value, such as a plan: a disagreement raises an error instead of a hang.
 
-Calls are compared in `megatron_magi.comm.calls`.
+Calls are compared in `megatron_magi.comm.collective_checks`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm.calls import CallLog, calls_of, log_of
+from megatron_magi.comm.collective_checks import CallLog, calls_of, log_of
 from megatron_magi.comm.groups import all_gather_single, names_of
 
 MAX_VALUES = 16
@@ -127,7 +127,7 @@ def told(group: dist.ProcessGroup | None, verify: bool = True) -> Iterator[None]
 
     Args:
         group: the ranks; None where there is no call, or one rank alone.
-        verify: as of the call, see `megatron_magi.comm.calls.calls_of`.
+        verify: as of the call, see `megatron_magi.comm.collective_checks.calls_of`.
     """
     try:
         yield

@@ -13,7 +13,7 @@ import torch
 
 from megatron_magi.comm.peer_tables import NUM_ARRAYS, ROUTE_WORDS, PeerRows, PeerTables, peer_arrays
 from megatron_magi.comm.rows import Arrivals, arrival_arrays
-from megatron_magi.upload import upload
+from megatron_magi.runtime.upload import upload
 
 
 class CastFacts(NamedTuple):

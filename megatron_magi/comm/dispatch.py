@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.checks import integer
-from megatron_magi.comm.calls import calls_of
+from megatron_magi.comm.collective_checks import calls_of
 from megatron_magi.comm.groups import Group, all_gather_single, group_of, reduce_scatter_single
 from megatron_magi.comm.row_layout import written_out
-from megatron_magi.eager import refuse_transforms
-from megatron_magi.upload import upload
+from megatron_magi.runtime.no_compile import refuse_transforms
+from megatron_magi.runtime.upload import upload
 
 _STANDS_FOR = {
     **{getattr(torch, name): torch.uint8 for name in dir(torch) if name.startswith(("float8_", "float4_"))},
@@ -191,7 +191,7 @@ def dispatch_replicated(
         group: the ranks, a group or a mesh.
         dim, pad_value: as in `dispatch`.
         verify: ranks that disagree, also in whether they want a gradient, get a message, see
-            `megatron_magi.comm.calls`.
+            `megatron_magi.comm.collective_checks`.
 
     Returns:
         ``[..., num_rows, ...]``.
@@ -233,7 +233,7 @@ def undispatch(
         is_partial_grad: False when every rank has the whole gradient of the result (all compute
             the same from it): each takes its rows. True when each rank has a part: parts are
             summed over the ranks, which makes the backward collective.
-        verify: ranks that disagree get a message, see `megatron_magi.comm.calls`.
+        verify: ranks that disagree get a message, see `megatron_magi.comm.collective_checks`.
 
     Returns:
         ``[..., total_seqlen, ...]``.

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from megatron_magi.comm import waits
-from megatron_magi.comm.board import Board
+from megatron_magi.comm.store_channel import Board
 
 logger = logging.getLogger(__name__)
 

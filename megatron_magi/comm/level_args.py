@@ -13,7 +13,7 @@ import torch
 
 from megatron_magi.comm.cast_args import CastFacts, CastTables, GroupCastArgs
 from megatron_magi.comm.rows import Arrivals, arrival_arrays
-from megatron_magi.upload import upload
+from megatron_magi.runtime.upload import upload
 
 
 class LevelFacts(NamedTuple):

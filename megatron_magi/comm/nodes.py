@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from megatron_magi.comm.calls import Guard, add_guard
+from megatron_magi.comm.collective_checks import Guard, add_guard
 from megatron_magi.comm.groups import abort, timeout_s
 from megatron_magi.comm.peers import Meeting
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm.calls import calls_of
+from megatron_magi.comm.collective_checks import calls_of
 from megatron_magi.comm.dispatch import RowsCall, along_rows, check_shard, sequence_dimension
 from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs, group_cast
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.eager import refuse_transforms
-from megatron_magi.upload import upload
+from megatron_magi.runtime.no_compile import refuse_transforms
+from megatron_magi.runtime.upload import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +186,7 @@ def roll(
         group: the ranks, a group or a mesh.
         dim: dimension of the sequence.
         impl: see `megatron_magi.comm.group_collective.group_cast`.
-        verify: ranks that disagree get a message, see `megatron_magi.comm.calls`.
+        verify: ranks that disagree get a message, see `megatron_magi.comm.collective_checks`.
 
     Returns:
         A new tensor of the shape of ``x_local``; padding rows are unchanged.

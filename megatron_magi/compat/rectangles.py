@@ -14,9 +14,9 @@ from typing import Self, SupportsIndex, overload
 
 import numpy as np
 
+from megatron_magi.api.mask_types import AnyMaskType, AttnMaskType, GeneralAttnMaskType, as_ranges
+from megatron_magi.api.mask_types import mask_types as type_numbers
 from megatron_magi.compat.ranges import AttnRanges
-from megatron_magi.compat.types import AnyMaskType, AttnMaskType, GeneralAttnMaskType, as_ranges
-from megatron_magi.compat.types import mask_types as type_numbers
 from megatron_magi.mask import AttnRange, MaskType
 from megatron_magi.mask import bands as bd
 

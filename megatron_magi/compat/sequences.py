@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_magi.api.arguments import tensor
 from megatron_magi.checks import MAX_TOKENS, int_at_least
-from megatron_magi.compat.arguments import tensor
-
-
-def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
-    """Tokens that fill a sequence up to a multiple of ``chunk_size * cp_size``.
-
-    A key computes its own padding (``key.pad_size``); this is for code that wants to know it before.
-
-    Raises:
-        ValueError: ``cp_size`` or ``chunk_size`` is not positive, or a number is no integer.
-    """
-    cp_size, chunk_size = int_at_least(cp_size, "cp_size", 1), int_at_least(chunk_size, "chunk_size", 1)
-    return -int_at_least(total_seqlen_q, "total_seqlen_q", 0) % (cp_size * chunk_size)
 
 
 def squash_batch_dim(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from megatron_magi.cuda import driver as hopper_driver
 from megatron_magi.cuda.driver import MAP_BYTES, Kernel
 from megatron_magi.cuda.launch_list import Field, MapRows, Patch, Place, Step
 from megatron_magi.cuda.layout import Layout
-from megatron_magi.lru import LruCache
+from megatron_magi.runtime.lru import LruCache
 
 MAX_LAUNCHES = 1024
 MAX_BYTES = 512 << 20  # of device memory, of the plans that numbers keep

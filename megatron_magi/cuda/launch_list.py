@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_magi import compiled
 from megatron_magi.cuda import driver
 from megatron_magi.cuda.driver import Kernel, LaunchConfig
+from megatron_magi.runtime import cpp_library
 
 _VERSION = 2
 """Raised with that of csrc/calls/calls.cpp: a library that was built from other sources is not used."""
@@ -295,7 +295,7 @@ def _aligned(num_bytes: int) -> int:
 @cache
 def _library() -> ctypes.CDLL | None:
     """The library next to this file; None where it was not built, or from other sources than these."""
-    library = compiled.load(Path(__file__).parent, "calls", _VERSION)
+    library = cpp_library.load(Path(__file__).parent, "calls", _VERSION)
     if library is not None:
         library.magi_calls_queue.restype = _Int
         library.magi_calls_queue.argtypes = [ctypes.POINTER(_Calls)]

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_magi.eager import refuse_transforms
 from megatron_magi.operands.merge import accumulate_dtype, merge_sink_, row_products, sink_gradient, sink_lse
 from megatron_magi.operands.options import check_tensor, written_out
 from megatron_magi.ops.derivatives import once_differentiable
+from megatron_magi.runtime.no_compile import refuse_transforms
 
 Tensors = tuple[Tensor | None, ...]
 

@@ -12,15 +12,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from megatron_magi.api import calc_attn
-from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.intervals import Intervals
-from megatron_magi.hf.layer_masks import WINDOWS, LayerMask, check_mask, check_no_window, document_bounds_of
-from megatron_magi.hf.mask_functions import Rows, Unknown, intervals_of, parts_of, to_numpy
+from megatron_magi.hf.layer_masks import WINDOWS, Documents, LayerMask, check_mask, check_no_window, document_bounds_of
+from megatron_magi.hf.mask_functions import Rows, Unknown, intervals_of, parts_of, positions_in, to_numpy
+from megatron_magi.hf.numbering import check_counting, is_tuned, reaches_a_higher_temperature, renumbered
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.runtime.no_compile import outside_graphs
 
 if TYPE_CHECKING:
-    from megatron_magi.compat.runtime import DistAttnRuntimeKey
+    from megatron_magi.api.key import DistAttnRuntimeKey
     from megatron_magi.hf.shard import Shard, ShardMask
 
 NAME = "magi"
@@ -68,15 +69,10 @@ def layer_mask(
     if shard is not None:
         return shard.layer_mask(mask_function)
     q_offset, q_length = int(q_offset), int(q_length)
-    names = set(parts_of(mask_function))
-    facts = {
-        "has_documents": attention_mask is not None or "packed_sequence_mask_function" in names,
-        "has_window": bool(names & WINDOWS),
-    }
-    index = np.arange(q_length) + q_offset
-    try:
-        parts = [intervals_of(mask_function, Rows(i, index)) for i in range(batch_size)]
-    except Unknown as unknown:
+    has_window = not WINDOWS.isdisjoint(parts_of(mask_function))
+    padding = None if attention_mask is None else to_numpy(attention_mask.to(torch.bool))
+
+    def dense(function: Callable, unknown: Unknown) -> list[Intervals]:
         if max(q_length, kv_length) > MAX_DENSE:
             raise ValueError(
                 f"mask_function: {unknown} is none of transformers' own and is asked for {q_length} x {kv_length} "
@@ -84,14 +80,23 @@ def layer_mask(
             ) from None
         shape = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
         options = {"allow_is_causal_skip": False, "use_vmap": use_vmap, "device": device}
-        seen = sdpa_mask(batch_size, mask_function=mask_function, attention_mask=attention_mask, **shape, **options)
-        return LayerMask([Intervals.of_dense(to_numpy(one)) for one in seen[:, 0]], kv_length, **facts)
-    if attention_mask is not None:
-        keys = to_numpy(attention_mask.to(torch.bool))
-        parts = [part & Intervals.of_runs(row, q_length) for part, row in zip(parts, keys, strict=True)]
+        seen = sdpa_mask(batch_size, mask_function=function, attention_mask=attention_mask, **shape, **options)
+        return [Intervals.of_dense(to_numpy(one)) for one in seen.expand(batch_size, -1, -1, -1)[:, 0]]
+
+    documents = None
+    if not q_offset and not kv_offset:
+        documents = Documents(mask_function, padding, dense, positions_in(mask_function), device)
+    options = {"has_window": has_window, "documents": documents}
+    index = np.arange(q_length) + q_offset
+    try:
+        parts = [intervals_of(mask_function, Rows(i, index)) for i in range(batch_size)]
+    except Unknown as unknown:
+        return LayerMask(dense(mask_function, unknown), kv_length, **options)
+    if padding is not None:
+        parts = [part & Intervals.of_runs(row, q_length) for part, row in zip(parts, padding, strict=True)]
     inside = Intervals.of(kv_offset, kv_offset + kv_length, q_length)
     parts = [(part & inside).shifted(-kv_offset) for part in parts]
-    return LayerMask(parts, kv_length, **facts)
+    return LayerMask(parts, kv_length, **options)
 
 
 @outside_graphs
@@ -138,6 +143,7 @@ def attention(
     """
     _refuse(dropout, cu_seq_lens_q, cu_seq_lens_k, options)
     batch_size, num_heads, q_length, _ = query.shape
+    query = _at_positions(module, query, attention_mask, magi_mask, position_ids, cu_seq_lens_q)
     q, k, v = (_as_autocast(x).transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
     sink = None if s_aux is None else s_aux.reshape(1, num_heads).to(torch.promote_types(s_aux.dtype, torch.float32))
     logits = {"sink": sink, "softmax_scale": scaling, "softcap": softcap or 0.0}
@@ -164,6 +170,38 @@ def attention(
         _check_keys(mask, len(k))
         out, _ = slice_attention(q, k, v, mask, **logits)
     return out.view(batch_size, q_length, num_heads, -1), None
+
+
+def _at_positions(
+    module: torch.nn.Module,
+    query: Tensor,
+    attention_mask: Any,
+    magi_mask: AttnMask | None,
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+) -> Tensor:
+    """Queries as if the layer had known their places in documents, where it numbers rows.
+
+    Raises:
+        ValueError: the places are not known, or how the layer numbers rows.
+    """
+    if hasattr(attention_mask, "shard"):
+        check_counting(module)
+        return renumbered(module, query, attention_mask.shard.positions(query.device)) if is_tuned(module) else query
+    if not is_tuned(module):
+        return query
+    if magi_mask is not None and reaches_a_higher_temperature(module, query.shape[2]):
+        raise ValueError(
+            f"magi_mask: {type(module).__name__} scales queries by the number of their row (attn_temperature_tuning), "
+            f"which a mask of one's own says nothing of; from {module.floor_scale} tokens on it cannot be used"
+        )
+    numbers = None
+    if isinstance(attention_mask, LayerMask) and magi_mask is None:
+        numbers = attention_mask.positions(position_ids, cu_seq_lens)
+    if numbers is None:
+        return query
+    positions = torch.from_numpy(numbers).to(query.device)
+    return renumbered(module, query, positions.view(query.shape[0], -1))
 
 
 def _as_autocast(x: Tensor) -> Tensor:

@@ -24,9 +24,11 @@ from megatron_magi.api import (
     magi_attn_flex_key,
     make_varlen_key_for_new_mask_after_dispatch,
 )
+from megatron_magi.api.key import DistAttnRuntimeKey
+from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.checks import flag, instance, int_array, int_at_least
+from megatron_magi.comm.agreement import told
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.hf.attention import NAME, check_implementation, register
 from megatron_magi.hf.mask_spec import AttnMaskSpec
@@ -116,21 +118,22 @@ class MagiState:
             ValueError: a custom model on several ranks whose batch is not packed, or that has no attention of
                 `make_magi_attn_func`; ``prefix_tree`` is no pair; as these two functions.
         """
-        batch, is_thd = dict(batch), flag(is_thd, "is_thd")
-        tree = batch.pop("prefix_tree", None)
-        if tree is not None and not (isinstance(tree, tuple | list) and len(tree) == 2):
-            raise ValueError(f"prefix_tree: expected a pair of node lengths and sample paths, got {tree!r}")
-        self.attn_spec = None if tree is None else AttnMaskSpec.prefix_tree(*tree)[0]
-        self.key = None
-        if self.custom:
-            _bind(model, self)
+        with made_on_all_ranks(self.cp_group, None):
+            batch, is_thd = dict(batch), flag(is_thd, "is_thd")
+            tree = batch.pop("prefix_tree", None)
+            if tree is not None and not (isinstance(tree, tuple | list) and len(tree) == 2):
+                raise ValueError(f"prefix_tree: expected a pair of node lengths and sample paths, got {tree!r}")
+            self.attn_spec = None if tree is None else AttnMaskSpec.prefix_tree(*tree)[0]
+            self.key = None
+            if self.custom:
+                _bind(model, self)
+                if self.cp_size > 1 and not is_thd:
+                    raise ValueError("is_thd: a custom model on several ranks takes packed batches")
         if self.hf_dispatch:
             if self.attn_spec is not None:
                 batch["magi_mask"] = self.attn_spec.mask
             batch, self.key = magi_prepare_batch(model, batch, self.cp_group)
         elif self.custom and self.cp_size > 1:
-            if not is_thd:
-                raise ValueError("is_thd: a custom model on several ranks takes packed batches")
             batch, self.key = magi_prepare_packed_cp(model, batch, self.cp_group, self.attn_spec)
         elif self.custom and is_thd:
             batch = _flat(batch)
@@ -258,13 +261,14 @@ def magi_prepare_packed_cp(
     Raises:
         ValueError: the documents, labels, positions or ``spec`` do not fit the tokens, or there are none.
     """
-    flat = _flat(batch)
-    tokens = flat["input_ids"]
-    if spec is None:
-        spec = AttnMaskSpec.of(builders.varlen(flat["cu_seqlens"], causal=True))
-    instance(spec, "spec", AttnMaskSpec)
-    if spec.total_seqlen != len(tokens):
-        raise ValueError(f"spec: expected a mask of {len(tokens)} tokens, got {spec.total_seqlen}")
+    with made_on_all_ranks(cp_group, None):
+        flat = _flat(batch)
+        tokens = flat["input_ids"]
+        if spec is None:
+            spec = AttnMaskSpec.of(builders.varlen(flat["cu_seqlens"], causal=True))
+        instance(spec, "spec", AttnMaskSpec)
+        if spec.total_seqlen != len(tokens):
+            raise ValueError(f"spec: expected a mask of {len(tokens)} tokens, got {spec.total_seqlen}")
     positions = flat.get("position_ids")
     compare = {name: 0 if flat.get(name) is None else flat[name] for name in _ROWS}
     key = magi_attn_flex_key(*_slices(spec), *heads_of(_config_of(model)), cp_group_or_mesh=cp_group, compare=compare)
@@ -328,30 +332,36 @@ class MagiAttnFunc:
         Raises:
             ValueError: a mask or an option that cannot be expressed.
         """
-        for name in options.keys() - _SAID:
-            if options[name] is not None:
-                raise ValueError(f"{name}: not supported, got {options[name]!r}")
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_tensor(name, x)
-            if x.ndim not in (3, 4) or x.ndim != q.ndim:
-                raise ValueError(f"{name}: expected 3 or 4 dimensions, the same for q, k and v, got {list(x.shape)}")
-        shape, state, window = q.shape[:-1], self.state or MagiState(), _window(window_size)
-        lengths: dict[str, Any] = {"doc_lengths": [shape[1]] * shape[0] if q.ndim == 4 else [shape[0]]}
-        bounds = cu_seqlens if cu_seqlens is not None else cu_seqlens_q
-        spec = magi_attn_spec
-        if spec is not None:
-            instance(spec, "magi_attn_spec", AttnMaskSpec)
-        if bounds is not None:
-            lengths = {"cu_seqlens": _numbers(bounds, "cu_seqlens_q" if cu_seqlens is None else "cu_seqlens")}
-        elif spec is None:
-            spec = state.attn_spec
+        state, spec = self.state or MagiState(), magi_attn_spec
+        key = state.key if magi_attn_spec is None else None
+        with told(None if key is None else key.cp_group):
+            _check_call(q, k, v, options)
+            shape, window = q.shape[:-1], _window(window_size)
+            lengths: dict[str, Any] = {"doc_lengths": [shape[1]] * shape[0] if q.ndim == 4 else [shape[0]]}
+            bounds = cu_seqlens if cu_seqlens is not None else cu_seqlens_q
+            if spec is not None:
+                instance(spec, "magi_attn_spec", AttnMaskSpec)
+            if bounds is not None:
+                lengths = {"cu_seqlens": _numbers(bounds, "cu_seqlens_q" if cu_seqlens is None else "cu_seqlens")}
+            elif spec is None:
+                spec = state.attn_spec
         q, k, v = (x.flatten(0, -3) for x in (q, k, v))
-        if state.key is not None and magi_attn_spec is None:
-            out, _ = calc_attn(q, k, v, _window_key(state.key, window), softmax_scale=self.softmax_scale)
+        if key is not None:
+            out, _ = calc_attn(q, k, v, _window_key(key, window), softmax_scale=self.softmax_scale)
         else:
             mask = _documents(window, **lengths) if spec is None else _spec_mask(spec, window)
             out, _ = slice_attention(q, k, v, mask, softmax_scale=self.softmax_scale)
         return out.view(*shape, out.shape[-1])
+
+
+def _check_call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+    for name in options.keys() - _SAID:
+        if options[name] is not None:
+            raise ValueError(f"{name}: not supported, got {options[name]!r}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.ndim not in (3, 4) or x.ndim != q.ndim:
+            raise ValueError(f"{name}: expected 3 or 4 dimensions, the same for q, k and v, got {list(x.shape)}")
 
 
 def make_magi_attn_func(softmax_scale: float | None = None, state: MagiState | None = None) -> MagiAttnFunc:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_magi.hf.intervals import Intervals, side_by_side
-from megatron_magi.hf.mask_functions import bounds_by_positions, to_numpy
+from megatron_magi.hf.mask_functions import (
+    Places,
+    Rows,
+    Unknown,
+    bounds_by_positions,
+    dense_of_documents,
+    of_documents,
+    padding_before,
+    places_of,
+    to_numpy,
+)
 from megatron_magi.mask import AttnMask
 
 _ALIEN = (
@@ -38,30 +51,55 @@ class NoTensor:
     __getitem__ = __add__ = __sub__ = __mul__ = __and__ = __or__ = __invert__ = __rsub__ = __rmul__ = _refuse_use
 
 
+def rows_from(index: Any) -> int:
+    """Where the rows begin in ``[:, :, start:, :]``.
+
+    Raises:
+        ValueError: another index, as for a tensor.
+    """
+    if isinstance(index, tuple) and len(index) == 4 and all(isinstance(x, slice) for x in index):
+        batch, heads, rows, keys = index
+        if batch == heads == keys == slice(None) and rows.stop is None and rows.step is None:
+            return rows.start or 0
+    raise ValueError(_ALIEN)
+
+
 class LayerMask(NoTensor):
     """The mask of a layer, over the sequences of a batch one after another.
 
     Attributes:
         intervals: the keys of each of ``batch_size * q_length`` rows, of ``batch_size * kv_length``.
-        has_documents: documents or padding are in it.
         has_window: it is a window's or a chunked one.
     """
 
     def __init__(
-        self, parts: list[Intervals], kv_length: int, *, has_documents: bool = False, has_window: bool = False
+        self,
+        parts: list[Intervals],
+        kv_length: int,
+        *,
+        has_window: bool = False,
+        documents: Documents | None = None,
+        last_rows: int | None = None,
     ) -> None:
-        self._parts, self._kv_length = parts, kv_length
-        self.has_documents, self.has_window = has_documents, has_window
-        self._last: tuple[Any, AttnMask] | None = None
+        self._parts, self._kv_length, self._documents, self._last_rows = parts, kv_length, documents, last_rows
+        self.has_window = has_window
+        self._last: tuple[Any, Any, AttnMask, np.ndarray | None] | None = None
 
     @cached_property
     def intervals(self) -> Intervals:
-        return side_by_side(self._parts, self._kv_length)
+        return side_by_side([self._kept(part) for part in self._parts], self._kv_length)
 
     @cached_property
     def mask(self) -> AttnMask:
         """The mask without further documents."""
         return self.intervals.mask(self._kv_length * len(self._parts))
+
+    def __getitem__(self, index: Any) -> LayerMask:
+        """The last rows, for which alone Gemma 4 computes its layers that have the keys of others."""
+        num_rows = self._parts[0].lo.shape[1] if self._last_rows is None else self._last_rows
+        last_rows = num_rows - slice(rows_from(index), None).indices(num_rows)[0]
+        options = {"has_window": self.has_window, "documents": self._documents}
+        return LayerMask(self._parts, self._kv_length, **options, last_rows=last_rows)
 
     def contiguous(self) -> LayerMask:
         """Called by transformers' generation alone, where the cache has a fixed size: masks are then tensors.
@@ -72,16 +110,86 @@ class LayerMask(NoTensor):
         raise ValueError("cache_implementation: a cache of fixed size is not supported with attn_implementation='magi'")
 
     def of_layer(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> AttnMask:
-        """The mask with the documents of ``cu_seq_lens`` or, where it knows of none yet, of the layer's positions."""
-        said = cu_seq_lens
-        if said is None and not self.has_documents and position_ids is not None and position_ids.ndim == 2:
-            said = position_ids
-        if said is None or self.intervals.lo.shape[1] != len(self._parts) * self._kv_length:
-            return self.mask
-        if self._last is None or self._last[0] is not said:  # layers are given the same tensor
-            bounds = document_bounds_of(position_ids, cu_seq_lens, len(self._parts), self._kv_length)
-            self._last = said, self.intervals.within(bounds).mask(self._kv_length * len(self._parts))
-        return self._last[1]
+        """The mask with the documents of ``cu_seq_lens`` and, where it knows of none yet, of the layer's positions.
+
+        Raises:
+            ValueError: ``cu_seq_lens`` are wrong, or there are other keys than the rows'.
+        """
+        return self._of_layer(position_ids, cu_seq_lens)[0]
+
+    def positions(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> np.ndarray | None:
+        """The places of ``batch_size * q_length`` rows in their documents; None where there are no documents."""
+        return self._of_layer(position_ids, cu_seq_lens)[1]
+
+    def _of_layer(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> tuple[AttnMask, np.ndarray | None]:
+        if position_ids is not None and position_ids.ndim != 2:
+            position_ids = None
+        if self._last is None or self._last[0] is not position_ids or self._last[1] is not cu_seq_lens:
+            found = self._found(position_ids, cu_seq_lens)  # layers are given the same tensors
+            self._last = position_ids, cu_seq_lens, *found
+        return self._last[2:]
+
+    def _found(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> tuple[AttnMask, np.ndarray | None]:
+        batch_size, seqlen = len(self._parts), self._kv_length
+        if self._parts[0].lo.shape[1] != seqlen or self._documents is None:
+            if cu_seq_lens is not None:
+                raise ValueError("cu_seq_lens_q: documents are not supported with a cache that has tokens already")
+            return self.mask, None
+        own = self._documents.position_ids
+        if own is None and position_ids is not None and self._documents.padding is None:
+            own = np.broadcast_to(to_numpy(position_ids), (batch_size, seqlen))
+        bounds = None if cu_seq_lens is None else document_bounds_of(None, cu_seq_lens, batch_size, seqlen)
+        if own is None and bounds is None:
+            return self.mask, None
+        places = places_of(own, bounds, (batch_size, seqlen))
+        numbers = np.concatenate([self._last_of(place.positions) for place in places])
+        if bounds is None and (self._documents.position_ids is not None or all(len(p.bounds) == 2 for p in places)):
+            return self.mask, numbers  # which has them already
+        parts = [self._kept(part) for part in self._documents.parts(places)]
+        return side_by_side(parts, seqlen).mask(seqlen * batch_size), numbers
+
+    def _kept(self, part: Intervals) -> Intervals:
+        return Intervals(*(self._last_of(bound) for bound in part))
+
+    def _last_of(self, x: np.ndarray) -> np.ndarray:
+        return x if self._last_rows is None else x[..., x.shape[-1] - self._last_rows :]
+
+
+@dataclass
+class Documents:
+    """What the mask of a layer is made of, if more documents are found in its sequences.
+
+    Attributes:
+        function: transformers' mask function.
+        padding: bool ``[batch_size, seqlen]``, tokens; None where all are.
+        dense: evaluates a function for all pairs of tokens, where it has parts that are a user's.
+        position_ids: those of documents that the function has already.
+        device: of the function's tensors.
+    """
+
+    function: Callable
+    padding: np.ndarray | None
+    dense: Callable[[Callable, Unknown], list[Intervals]]
+    position_ids: np.ndarray | None
+    device: torch.device | str
+
+    def parts(self, places: list[Places]) -> list[Intervals]:
+        """The keys that each row of each sequence sees."""
+        index = np.arange(len(places[0].positions))
+        try:
+            parts = []
+            for i, place in enumerate(places):
+                first = None if self.padding is None else padding_before(self.padding[i], place.bounds)
+                parts.append(of_documents(self.function, Rows(i, index, left_padding=first), place))
+        except Unknown as unknown:
+            if self.padding is not None and not self.padding.all():
+                raise ValueError(
+                    "cu_seq_lens_q: packed documents with padding are not supported in a mask function of one's own"
+                ) from None
+            return self.dense(dense_of_documents(self.function, places, self.device), unknown)
+        if self.padding is not None:
+            parts = [part & Intervals.of_runs(row, len(index)) for part, row in zip(parts, self.padding, strict=True)]
+        return parts
 
 
 def document_bounds_of(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from transformers import masking_utils
 
 from megatron_magi.hf.intervals import Intervals
@@ -26,13 +28,13 @@ class Rows:
     Attributes:
         sequence: its index in the batch.
         index: int64 ``[num_rows]``, what the function takes for its ``q_idx``.
-        left_padding: in place of what a chunked mask was made with, where that was of a shard.
+        left_padding: in place of what a chunked mask was made with: where chunks begin to count, for all rows or each.
         is_shard: the tensors in the function are those of a shard: only what has none can be asked.
     """
 
     sequence: int
     index: np.ndarray
-    left_padding: int | None = None
+    left_padding: int | np.ndarray | None = None
     is_shard: bool = False
 
 
@@ -90,6 +92,53 @@ def bounds_by_positions(position_ids: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.flatnonzero(np.diff(position_ids) != 1) + 1, [len(position_ids)]])
 
 
+class Places(NamedTuple):
+    """The documents of a sequence.
+
+    Attributes:
+        positions: int64 ``[seqlen]``, of each token in its document.
+        bounds: int64 ``[num_documents + 1]``.
+    """
+
+    positions: np.ndarray
+    bounds: np.ndarray
+
+
+def places_of(position_ids: np.ndarray | None, others: np.ndarray | None, shape: tuple[int, int]) -> list[Places]:
+    """Documents that are given by positions, by bounds, or by both, each of which begins some.
+
+    Args:
+        position_ids: ``[batch_size, seqlen]``. Where they are those of one document in each sequence they say nothing:
+            it counts from 0, as transformers has it.
+        others: bounds in the tokens of all sequences, those of sequences among them. A document that begins at one of
+            them alone counts from 0.
+        shape: ``(batch_size, seqlen)``.
+    """
+    batch_size, seqlen = shape
+    own = [np.array([0, seqlen])] * batch_size
+    if position_ids is not None:
+        own = [bounds_by_positions(row) for row in position_ids]
+    is_packed = max(map(len, own)) > 2
+    out = []
+    for i, bounds in enumerate(own):
+        firsts = np.zeros(seqlen, dtype=np.int64)
+        if is_packed and position_ids is not None:
+            firsts[bounds[:-1]] = position_ids[i, bounds[:-1]]
+        if others is not None:
+            there = others - i * seqlen
+            bounds = np.union1d(bounds, there[(there >= 0) & (there <= seqlen)])
+        starts = bounds[:-1]
+        positions = np.arange(seqlen) - np.repeat(starts - firsts[starts], np.diff(bounds))
+        out.append(Places(positions, bounds))
+    return out
+
+
+def padding_before(seen: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """For each token the padding at the start of its document; ``seen`` bool ``[seqlen]``, tokens that are none."""
+    lengths = [int((np.cumsum(seen[a:b]) == 0).sum()) for a, b in itertools.pairwise(bounds.tolist())]
+    return np.repeat(lengths, np.diff(bounds))
+
+
 def to_numpy(x: Any) -> np.ndarray:
     """A tensor's values on the CPU."""
     return x.detach().cpu().numpy()
@@ -141,6 +190,52 @@ def at_positions(function: Callable, rows: Rows, positions: np.ndarray, bounds: 
     """
     there = Rows(rows.sequence, positions, rows.left_padding, rows.is_shard)
     return intervals_of(function, there).shifted(rows.index - positions).within(bounds)
+
+
+def inner_and_blocks(function: Callable) -> tuple[Callable, list[Callable]]:
+    """What a function says of a document's tokens, and those of its parts that number tokens by their place in a row.
+
+    transformers composes a mask as ``or_masks(function of positions in documents, blocks of tokens)``.
+    """
+    parts = _captured(function).get("mask_functions", ()) if name_of(function) in ("or_masks", "and_masks") else ()
+    names = [name_of(part) for part in parts]
+    if name_of(function) == "or_masks" and len(parts) == 2 and names[1] == "blockwise_overlay":
+        return inner_and_blocks(parts[0])[0], [parts[1]]
+    if names == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+        return _captured(parts[1])["mask_function"], []
+    return function, []
+
+
+def positions_in(function: Callable) -> np.ndarray | None:
+    """The positions ``[batch_size, seqlen]`` of documents that transformers found in them; None where it found none."""
+    if name_of(function) == "remap_positions_for_packed_sequence":
+        return to_numpy(_captured(function)["position_ids"])
+    parts = _captured(function).get("mask_functions", ()) if name_of(function) else ()
+    found = (positions_in(part) for part in parts)
+    return next((positions for positions in found if positions is not None), None)
+
+
+def of_documents(function: Callable, rows: Rows, places: Places) -> Intervals:
+    """The keys that each row sees inside its document; rows must be all tokens of the sequence.
+
+    Raises:
+        Unknown: as `intervals_of`.
+    """
+    inner, blocks = inner_and_blocks(function)
+    seen = at_positions(inner, rows, *places)
+    for block in blocks:
+        seen = seen | intervals_of(block, rows)
+    return seen.within(places.bounds)
+
+
+def dense_of_documents(function: Callable, places: list[Places], device: torch.device | str) -> Callable:
+    """A function as transformers would have composed it for these documents, of each sequence of the batch."""
+    inner, blocks = inner_and_blocks(function)
+    numbers = [np.repeat(np.arange(len(one.bounds) - 1), np.diff(one.bounds)) for one in places]
+    positions = [one.positions for one in places]
+    tables = (torch.from_numpy(np.stack(table)).to(device) for table in (positions, numbers))
+    packed = masking_utils.packed_sequence_compatibility_function(inner, *tables)
+    return masking_utils.or_masks(packed, *blocks) if blocks else packed
 
 
 def _blocks(block_ids: Any, rows: Rows) -> Intervals:

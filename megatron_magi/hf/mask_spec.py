@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_magi.compat.masks import mask_from_ranges
+from megatron_magi.api.masks import mask_from_ranges
 from megatron_magi.mask import AttnMask, MaskType, builders
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
@@ -72,7 +73,7 @@ def embedded(model: PreTrainedModel, batch: Mapping[str, Any]) -> Embedded:
 
     Raises:
         ValueError: named is the first of their arguments: the model gives its language model more than embeddings and
-            positions, such as masks of its own or states to attend to.
+            positions, such as masks of its own or states to attend to; or a unit of FSDP is around both.
     """
     given = {name: value for name, value in batch.items() if value is not None}
     media = [name for name in given if is_media(name) or name in _TYPES]
@@ -80,12 +81,29 @@ def embedded(model: PreTrainedModel, batch: Mapping[str, Any]) -> Embedded:
     media.sort(key=lambda name: (name in _TYPES, not name.startswith(("pixel_values", "input_"))))
     if not media or decoder_of(model) is None:
         return Embedded(batch)
+    _check_units(model, media[0])
     reached = _arguments_of_decoder(model, {n: x for n, x in given.items() if n not in _NOT_BEFORE}, media[0])
     own = {name: value for name, value in given.items() if name not in (*media, "input_ids", *_OF_TEXT)}
     own["attention_mask"] = batch.get("attention_mask")
     own |= {name: reached.get(name) for name in ("inputs_embeds", "position_ids")}
     compared = {name: given[name] for name in ("input_ids", *media) if isinstance(given.get(name), Tensor)}
     return Embedded(own, compared, {name: reached[name] for name in _OF_LAYERS if reached.get(name) is not None})
+
+
+def _check_units(model: PreTrainedModel, name: str) -> None:
+    """Refuses a unit of FSDP around the language model and what embeds, which is not the whole model.
+
+    It would add up its gradients when the language model's backward is done, before those of what embeds are there.
+    """
+    decoder = decoder_of(model)
+    path = next(path for path, module in model.named_modules() if module is decoder).split(".")
+    for end in range(1, len(path)):
+        around = ".".join(path[:end])
+        if isinstance(model.get_submodule(around), FSDPModule):
+            raise ValueError(
+                f"{name}: {around} is a unit of FSDP around the language model and what embeds for it; make each of "
+                "them a unit, or none, besides the whole model; batches of text alone can be sharded, without it"
+            )
 
 
 def _arguments_of_decoder(model: PreTrainedModel, batch: dict[str, Any], name: str) -> dict[str, Any]:
@@ -140,9 +158,7 @@ def give_to_decoder(model: PreTrainedModel) -> None:
             return None
         expected, more = shard.of_decoder
         for name, x in expected.items():
-            got = kwargs.get(name)
-            # FSDP gives it in another dtype.
-            if got is not x and (not isinstance(got, Tensor) or got.dtype == x.dtype):
+            if not _is_given_on(x, kwargs.get(name)):
                 raise ValueError(
                     f"{name}: {type(model).__name__} changes it before its language model, so images, videos and audio "
                     "cannot be sharded; batches of text alone can"
@@ -150,3 +166,11 @@ def give_to_decoder(model: PreTrainedModel) -> None:
         return args, {**kwargs, **more}
 
     decoder.register_forward_pre_hook(give, with_kwargs=True)
+
+
+def _is_given_on(x: Tensor, got: Any) -> bool:
+    """Whether ``got`` is ``x``, or what FSDP makes of it: a view, for a hook in the backward, or another dtype."""
+    if got is x:
+        return True
+    is_alike = isinstance(got, Tensor) and got.shape == x.shape
+    return is_alike and (got.dtype != x.dtype or (got.data_ptr() == x.data_ptr() and got.stride() == x.stride()))

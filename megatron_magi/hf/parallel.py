@@ -15,15 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.compat.keys import made_on_all_ranks
 from megatron_magi.config import MagiConfig
-from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
 from megatron_magi.hf.loaders import prepare_by_batch
 from megatron_magi.hf.media import decoder_of, embedded, give_to_decoder
+from megatron_magi.hf.numbering import check_ropes
 from megatron_magi.hf.outputs import gathered, whole
 from megatron_magi.hf.shard import sharded
+from megatron_magi.runtime.no_compile import outside_graphs
 
 _DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -289,13 +290,7 @@ def _check_model(model: PreTrainedModel) -> None:
             f"model: {type(model).__name__} looks for a token in the whole sequence, of which a rank has its rows; "
             "use it without context parallelism"
         )
-    ropes = getattr(text, "rope_parameters", None) or {}
-    ropes = [ropes] if "rope_type" in ropes else [r for r in ropes.values() if isinstance(r, dict)]
-    for rope in ropes:
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            raise ValueError(
-                f"rope_type: {rope['rope_type']} looks at the largest position, of which a rank has its own"
-            )
+    check_ropes(model.config)
 
 
 def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str, has_own_loss: bool) -> None:

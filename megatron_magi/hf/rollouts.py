@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
@@ -42,17 +44,10 @@ def log_probs(
             ``tree`` is none, or has no rollouts; as `shard_batch`.
         RuntimeError: the ranks' trees differ.
     """
-    if not isinstance(tree, PrefixTree):
-        raise ValueError(f"tree: expected a PrefixTree, as make_prefix_tree returns it, got {type(tree).__name__}")
-    if len(tree.sample_bounds) == 1:
-        raise ValueError("tree: it has no rollouts; on a rank that has none give one of one token, whose loss is 0")
-    tree = tree.with_a_row()
-    unwrapped = getattr(model, "module", model)
-    check_implementation(unwrapped.config)
-    group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
-    over = getattr(unwrapped, CP_GROUP, None)
-    if over is not None and (group is None or group.group_name != over):
-        raise ValueError("cp_group_or_mesh: the model is context-parallel, give its group")
+    unwrapped, group = getattr(model, "module", model), group_of(cp_group_or_mesh, "cp_group_or_mesh")
+    with made_on_all_ranks(group, config):
+        _check(unwrapped, tree, group)
+        tree = tree.with_a_row()
     device = next(model.parameters()).device
     names = {"input_ids": tree.tokens, "position_ids": tree.position_ids}
     batch = {name: torch.from_numpy(x).to(device)[None] for name, x in names.items()}
@@ -66,6 +61,17 @@ def log_probs(
     rows = _of_labels(model(**local).logits, shard.dispatch(labels))
     # Each rank's loss has the whole gradient: their sum here makes up for the mean over ranks of what follows.
     return tree.gather(shard.undispatch(rows, is_partial_grad=True)[0])
+
+
+def _check(model: PreTrainedModel, tree: PrefixTree, group: dist.ProcessGroup | None) -> None:
+    if not isinstance(tree, PrefixTree):
+        raise ValueError(f"tree: expected a PrefixTree, as make_prefix_tree returns it, got {type(tree).__name__}")
+    if len(tree.sample_bounds) == 1:
+        raise ValueError("tree: it has no rollouts; on a rank that has none give one of one token, whose loss is 0")
+    check_implementation(model.config)
+    over = getattr(model, CP_GROUP, None)
+    if over is not None and (group is None or group.group_name != over):
+        raise ValueError("cp_group_or_mesh: the model is context-parallel, give its group")
 
 
 def _of_labels(logits: Tensor, labels: Tensor) -> Tensor:

@@ -18,17 +18,34 @@ from megatron_magi.api import (
     make_flex_key_for_new_mask_after_dispatch,
     undispatch,
 )
+from megatron_magi.api.key import DistAttnRuntimeKey
+from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.compat.keys import made_on_all_ranks
-from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import MagiConfig
-from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.batch_positions import check_positions, document_positions, num_axes_of, read
 from megatron_magi.hf.intervals import Intervals
-from megatron_magi.hf.layer_masks import WINDOWS, LayerMask, NoTensor, check_mask, check_no_window, document_bounds_of
-from megatron_magi.hf.mask_functions import Rows, Unknown, at_positions, intervals_of, parts_of, to_numpy
+from megatron_magi.hf.layer_masks import (
+    WINDOWS,
+    LayerMask,
+    NoTensor,
+    check_mask,
+    check_no_window,
+    document_bounds_of,
+    rows_from,
+)
+from megatron_magi.hf.mask_functions import (
+    Rows,
+    Unknown,
+    at_positions,
+    padding_before,
+    parts_of,
+    places_of,
+    to_numpy,
+)
+from megatron_magi.hf.numbering import check_ropes
 from megatron_magi.mask import AttnMask
 from megatron_magi.operands.options import check_tensor
+from megatron_magi.runtime.no_compile import outside_graphs
 
 IGNORED = -100
 """The label that has no loss."""
@@ -43,6 +60,12 @@ class ShardMask(NoTensor):
 
     shard: Shard
     key: DistAttnRuntimeKey
+
+    def __getitem__(self, index: Any) -> ShardMask:
+        """All rows; see `LayerMask`, which has the last ones too."""
+        if rows_from(index):
+            raise ValueError("logits_to_keep: tokens are not in order under context parallelism; keep all logits")
+        return self
 
 
 class Shard:
@@ -67,17 +90,21 @@ class Shard:
         self.num_predictions, self.is_of_model = self.seqlen, False
         self._model_config = model_config
         self.of_decoder: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+        self._positions: Tensor | None = None
         self._magi_mask: AttnMask | None = batch.get("magi_mask")
         self._padding = _padding(batch.get("attention_mask"), self.batch_size, self.seqlen)
         positions = document_positions(batch["position_ids"], num_axes_of(model_config))
         if positions is None:
             positions = torch.arange(self.seqlen, device=tokens.device)[None]
         on_cpu, self._checksums = read(positions, {name: batch[name] for name in compared})
-        # In the tokens of all sequences: documents by positions, and those that are given in addition.
-        self._documents = document_bounds_of(torch.from_numpy(on_cpu), None, self.batch_size, self.seqlen)
-        self._said: np.ndarray | None = None
+        # Documents by positions, which padding hides from transformers, and those that are given in addition.
+        shape, said = (self.batch_size, self.seqlen), None
+        own = np.broadcast_to(on_cpu, shape) if self._padding is None else None
         if batch.get("cu_seq_lens_q") is not None:
-            self._said = document_bounds_of(None, batch["cu_seq_lens_q"], self.batch_size, self.seqlen)
+            said = document_bounds_of(None, batch["cu_seq_lens_q"], *shape)
+        self._places = places_of(own, said, shape)
+        if group is not None and group.size() > 1:
+            check_ropes(model_config)
         self._first_mask = self._mask(_widest(model_config.get_text_config()))
 
     def plan(self, config: MagiConfig | None, names: Iterable[str]) -> None:
@@ -89,6 +116,13 @@ class Shard:
             dist_attn_config=config,
             compare={name: self._checksums.get(name, 0) for name in names},
         )
+
+    def positions(self, device: torch.device) -> Tensor:
+        """The places of this rank's rows in their documents, ``[1, num_rows]``."""
+        if self._positions is None:
+            whole = torch.from_numpy(np.stack([place.positions for place in self._places]))
+            self._positions = self.dispatch(whole.to(device))
+        return self._positions
 
     def layer_mask(self, mask_function: Callable) -> ShardMask:
         """The mask of a kind of layer, which is asked for with the shard's own lengths. Collective.
@@ -125,23 +159,15 @@ class Shard:
                 f"attention_mask: {unknown} needs the whole sequence, which no rank has under context parallelism; "
                 "give the mask as slices, magi_mask=AttnMask(...)"
             ) from None
-        intervals = LayerMask(parts, self.seqlen).intervals
-        if self._said is not None:
-            intervals = intervals.within(self._said)
-        return intervals.mask(self.batch_size * self.seqlen)
+        return LayerMask(parts, self.seqlen).mask
 
     def _intervals(self, mask_function: Callable, sequence: int) -> Intervals:
         index = np.arange(self.seqlen)
-        if self._padding is None:
-            # Windows and chunks count a document's own tokens.
-            first = sequence * self.seqlen
-            bounds = self._documents - first
-            bounds = bounds[(bounds >= 0) & (bounds <= self.seqlen)]
-            positions = index - np.repeat(bounds[:-1], np.diff(bounds))
-            return at_positions(mask_function, Rows(sequence, index, left_padding=0, is_shard=True), positions, bounds)
-        seen = self._padding[sequence]
-        rows = Rows(sequence, index, left_padding=int((np.cumsum(seen) == 0).sum()), is_shard=True)
-        return intervals_of(mask_function, rows) & Intervals.of_runs(seen, self.seqlen)
+        # Windows and chunks count a document's own tokens.
+        place, seen = self._places[sequence], None if self._padding is None else self._padding[sequence]
+        left = 0 if seen is None else padding_before(seen, place.bounds)
+        out = at_positions(mask_function, Rows(sequence, index, left_padding=left, is_shard=True), *place)
+        return out if seen is None else out & Intervals.of_runs(seen, self.seqlen)
 
 
 class ShardOnes(Tensor):

@@ -20,7 +20,7 @@ from megatron_magi.comm.roll import RollArgs
 from megatron_magi.mcore.carrier import LayerPlans, MagiSeqParams, ShardLayout
 from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.planner import FAILED, SEQUENCES, Fields, PlannedBatch, Planner
-from megatron_magi.upload import current_device
+from megatron_magi.runtime.upload import current_device
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_magi.attention import distributed_attention
 from megatron_magi.mcore.carrier import Window, carrier_of
-from megatron_magi.upload import current_device
+from megatron_magi.runtime.upload import current_device
 
 _EXTRA_STATE = "_extra_state"
 _CAUSAL_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)

@@ -30,7 +30,7 @@ from megatron_magi.mcore.planner import Planner
 from megatron_magi.mcore.settings import buffer_length, captures, layer_masks, magi_config, summary, with_nodes
 from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, run_model
 from megatron_magi.ops.slice_passes import why_not
-from megatron_magi.upload import current_device
+from megatron_magi.runtime.upload import current_device
 from megatron_magi.variables import KERNEL_BACKEND, NATIVE_COLLECTIVES
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from megatron_magi.mcore import seams
 from megatron_magi.mcore.planner import Fields, PlannedBatch, Planner
-from megatron_magi.parcel import Sendable
+from megatron_magi.runtime.shm_transport import Sendable
 
 _BUILD = "training.training:build_pretraining_data_loader"
 

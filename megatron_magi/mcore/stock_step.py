@@ -23,7 +23,7 @@ from megatron.training import get_args
 
 from megatron_magi.mcore.loss import make_distillation_loss, microbatch_loss
 from megatron_magi.mcore.step import count_documents, load_batch, run_model
-from megatron_magi.upload import current_device
+from megatron_magi.runtime.upload import current_device
 
 _OPTIONAL = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 _SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")

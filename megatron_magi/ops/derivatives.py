@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from megatron_magi.eager import refuse_transforms
 from megatron_magi.operands.options import written_out
+from megatron_magi.runtime.no_compile import refuse_transforms
 
 
 def once_differentiable(backward: Callable) -> Callable:

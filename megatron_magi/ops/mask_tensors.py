@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask
+from megatron_magi.runtime.lru import LruCache
 
 _PACKED_COLUMNS = 5
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)

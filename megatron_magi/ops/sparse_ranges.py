@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.registry import fast_sparse
-from megatron_magi.lru import LruCache
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.sparse_pattern import K_BLOCKS, MAX_Q_BLOCK, SparsePattern, num_blocks
 from megatron_magi.ops.mask_tensors import HostRanges
+from megatron_magi.runtime.lru import LruCache
 
 _FEW_SLICES = 64
 _MOST_PAIRS = 1 << 24

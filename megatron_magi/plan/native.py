@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_magi import compiled
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import swaps
 from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.traffic import Start, Traffic
+from megatron_magi.runtime import cpp_library
 
 _VERSION = 4
 """Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
@@ -38,7 +38,7 @@ class _Traffic(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL | None:
     """The library next to this file; None if it was not built, or was built from other sources."""
-    return compiled.load(Path(__file__).parent, "solver", _VERSION)
+    return cpp_library.load(Path(__file__).parent, "solver", _VERSION)
 
 
 def available() -> bool:
@@ -47,8 +47,8 @@ def available() -> bool:
 
 
 def chosen(planner: str) -> bool:
-    """See `compiled.chosen`."""
-    return compiled.chosen(planner, _library())
+    """See `cpp_library.chosen`."""
+    return cpp_library.chosen(planner, _library())
 
 
 def even(area: np.ndarray, capacity: np.ndarray, target: int) -> np.ndarray:

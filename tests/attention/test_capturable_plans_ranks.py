@@ -34,7 +34,7 @@ from tests.attention.test_capturable_plans import (
     some_masks,
     tensors,
 )
-from tests.comm.test_calls import be_quick
+from tests.comm.test_collective_checks import be_quick
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

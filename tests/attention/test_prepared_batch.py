@@ -17,16 +17,16 @@ from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.backends.sm90 import backward as hopper_backward
 from megatron_magi.backends.sm90 import fused_backward, fused_forward
 from megatron_magi.backends.sm90 import plan as hopper_plan
-from megatron_magi.backends.sm90 import program as hopper_one_launch
+from megatron_magi.backends.sm90 import program as hopper_program
 from megatron_magi.comm import cast_args
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import driver
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch_list import Step
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import make_plan
-from megatron_magi.upload import PackedArrays
+from megatron_magi.runtime.lru import LruCache
+from megatron_magi.runtime.upload import PackedArrays
 from tests.attention import cases as cs
 from tests.ops.fake_driver import fake_driver
 
@@ -91,14 +91,14 @@ def one_rank_alone(monkeypatch):
         kernel = driver.Kernel(name, 1, 0)
         return Step(kernel, driver.LaunchConfig(kernel, 1), 0, None, ())
 
-    def announced(tensors, args, group, impl, into, sources, places):
+    def get_step(tensors, args, group, impl, into, sources, places):
         native.asked += 1
-        brings = step("announce")
+        brings = step("get_rows")
         return None if impl != "native" else (native, Arriving(into, places, brings, 0, 0, 0, 0, 0, native.is_only))
 
-    monkeypatch.setattr(fused_comm, "announced_cast", announced)
-    monkeypatch.setattr(fused_comm, "returned_sums", lambda *_: step("exchange"))
-    monkeypatch.setattr(hopper_one_launch, "current_stream", lambda _device: 0)
+    monkeypatch.setattr(fused_comm, "get_step", get_step)
+    monkeypatch.setattr(fused_comm, "put_step", lambda *_: step("put_rows"))
+    monkeypatch.setattr(hopper_program, "current_stream", lambda _device: 0)
 
     def cast(tensors, args, group, impl, **_):
         return NothingUnderWay([x.new_zeros((args.num_recv, *x.shape[1:])) for x in tensors])
@@ -182,7 +182,7 @@ def test_tables_of_stages_stay_closed_until_a_pass_goes_by_stages(monkeypatch, o
             with monkeypatch.context() as patch:
                 refuse(patch)
                 if not announces:
-                    patch.setattr(fused_comm, "announced_cast", lambda *_: None)
+                    patch.setattr(fused_comm, "get_step", lambda *_: None)
                 attend(batch.plans[0], SHAPE, config, one_rank_alone)
                 assert stages.is_closed == announces
             batch.plans[0].runtime.calls.clear()
@@ -219,12 +219,12 @@ def test_stages_share_statistics_and_sums_of_dq(monkeypatch, one_rank_alone, mas
 @pytest.mark.parametrize(
     ("mask", "options", "is_only", "backward"),
     [
-        ("causal", {}, True, ["backward", "postprocess_keys", "exchange", "postprocess_dq"]),
-        ("many", {}, True, ["backward", "exchange", "postprocess_dq"]),
-        ("many", {}, False, ["backward", "exchange", "postprocess_dq"]),
-        ("many", {"deterministic": True}, True, ["backward", "exchange", "backward_queries"]),
+        ("causal", {}, True, ["backward", "postprocess_keys", "put_rows", "postprocess_dq"]),
+        ("many", {}, True, ["backward", "put_rows", "postprocess_dq"]),
+        ("many", {}, False, ["backward", "put_rows", "postprocess_dq"]),
+        ("many", {"deterministic": True}, True, ["backward", "put_rows", "backward_queries"]),
         # With several groups nothing keeps SMs while it waits for ranks.
-        ("many", {"deterministic": True}, False, ["backward", "backward_queries", "exchange"]),
+        ("many", {"deterministic": True}, False, ["backward", "backward_queries", "put_rows"]),
     ],
 )
 def test_one_launch_queues_at_most_eight_kernels_that_are_prepared_once(
@@ -239,7 +239,7 @@ def test_one_launch_queues_at_most_eight_kernels_that_are_prepared_once(
     plan, native = make_plan(MASKS[mask], config, 2).for_rank(0), one_rank_alone.native
     native.is_only = is_only
     shape = SHAPE._replace(num_heads_q=8 if mask == "causal" else 2)
-    expected = ["announce", "forward", "announce", "preprocess", *backward]
+    expected = ["get_rows", "forward", "get_rows", "preprocess", *backward]
     assert len(expected) <= 8
     overlapping = {}
     with fake_driver(monkeypatch) as launched:
@@ -259,8 +259,8 @@ def test_one_launch_queues_at_most_eight_kernels_that_are_prepared_once(
             assert launched == expected and native.asked == asked, call
     # What finishes dq takes it that the kernels before the exchange are complete; what computes dq does not.
     rest = "backward_queries" if "backward_queries" in backward else "postprocess_dq"
-    assert overlapping["preprocess"] and overlapping[rest] and not overlapping["announce"]
-    assert overlapping["exchange"] == (backward[-1] == "backward_queries")
+    assert overlapping["preprocess"] and overlapping[rest] and not overlapping["get_rows"]
+    assert overlapping["put_rows"] == (backward[-1] == "backward_queries")
     assert overlapping["forward"] == overlapping["backward"] == is_only
 
 
@@ -371,7 +371,7 @@ def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the
                         for module in modules:
                             patch.setattr(module, name, lambda *_: pytest.fail("made in a layer"), raising=False)
                     patch.setattr(
-                        hopper_one_launch, "_BoundLaunches", lambda *_args, **_options: pytest.fail("made in a layer")
+                        hopper_program, "_BoundLaunches", lambda *_args, **_options: pytest.fail("made in a layer")
                     )
                 launched.clear()
                 step(plan)

@@ -13,9 +13,9 @@ from megatron_magi.backends.registry import backend_that
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.host_tables import MaskTables
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
 from megatron_magi.plan import make_plan
+from megatron_magi.runtime.lru import LruCache
 from tests.attention.test_prepared_batch import CPU, MASKS, SHAPE, attend, refuse
 from tests.ops.fake_driver import USE_STREAMS, fake_driver
 

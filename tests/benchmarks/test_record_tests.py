@@ -18,9 +18,9 @@ def test_outcomes_are_counted_by_file():
 
 def test_a_run_is_written_down_with_where_it_comes_from(tmp_path, monkeypatch):
     path = tmp_path / "tests.csv"
-    monkeypatch.setattr("sys.argv", ["record_tests.py", "--csv", str(path), "--", "tests/test_lru.py", "-q"])
+    monkeypatch.setattr("sys.argv", ["record_tests.py", "--csv", str(path), "--", "tests/runtime/test_lru.py", "-q"])
     assert record_tests.main() == 0
     *notes, header, row = path.read_text().splitlines()
     assert [note.split(":")[0] for note in notes] == ["# command", "# commit", "# device", "# software", "# date"]
     assert header == "file,passed,failed,skipped,seconds"
-    assert row.startswith("test_lru,") and ",0,0," in row
+    assert row.startswith("runtime.test_lru,") and ",0,0," in row

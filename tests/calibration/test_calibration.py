@@ -12,6 +12,7 @@ import torch
 
 from megatron_magi import api
 from megatron_magi.__main__ import main
+from megatron_magi.api.functions import _RUNTIMES
 from megatron_magi.backends.costs import RATES, rates_of
 from megatron_magi.backends.sm90.cost import H100
 from megatron_magi.calibration import calibration_file, kept, present_rates, with_present_rates
@@ -65,7 +66,7 @@ def test_rates_are_kept_for_their_device_and_found_again(gpu, tmp_path) -> None:
     assert present_rates() == mine
     assert with_present_rates(MagiConfig()).dispatch.rates == mine
     key = api.magi_attn_varlen_key([0, 100], [0, 100])
-    assert api._RUNTIMES.get(key).plan.config.dispatch.rates == mine
+    assert _RUNTIMES.get(key).plan.config.dispatch.rates == mine
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"device": 3}', b"\xff"])

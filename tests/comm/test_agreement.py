@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_magi.comm import agreement
 from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.testing.spawn import run_ranks
-from tests.comm.test_calls import be_quick
+from tests.comm.test_collective_checks import be_quick
 
 
 def message_of(rank, num_ranks, values):

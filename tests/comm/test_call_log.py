@@ -9,12 +9,12 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from megatron_magi.comm import calls
+from megatron_magi.comm import collective_checks
 from megatron_magi.comm.dispatch import RowsCall
-from tests.comm.test_calls import ODD, attend, be_quick, new_key, outcome, roll, undispatch
+from tests.comm.test_collective_checks import ODD, attend, be_quick, new_key, outcome, roll, undispatch
 
 
-class Watched(calls.CallLog):
+class Watched(collective_checks.CallLog):
     """Notes, after each change of an attribute, whether the thread would take a call for one it could tell of."""
 
     unknown: list = []  # noqa: RUF012
@@ -28,7 +28,7 @@ class Watched(calls.CallLog):
 
 def watch(rank, num_ranks):
     key = new_key(dist.group.WORLD)
-    calls.log_of(dist.group.WORLD).__class__ = Watched
+    collective_checks.log_of(dist.group.WORLD).__class__ = Watched
     roll(key)
     roll(key)
     return Watched.unknown
@@ -57,7 +57,7 @@ def test_ranks_that_differ_do_not_wait_for_one_that_may_never_come(ranks):
         assert re.search(r"rank 1 of the group .* has row_shape \(4,\) instead of \(5,\)", message), message
 
 
-class Slow(calls.CallLog):
+class Slow(collective_checks.CallLog):
     """Its thread takes long to answer a question, until this rank has raised an error if it can."""
 
     answers, failed = threading.Event(), threading.Event()
@@ -84,7 +84,7 @@ def until(is_so):
 
 def fail_while_a_question_is_answered(rank, num_ranks):
     be_quick()
-    log = calls.log_of(dist.group.WORLD)
+    log = collective_checks.log_of(dist.group.WORLD)
     log.__class__ = Slow
     with suppress(MemoryError), log:
         log.agree(RowsCall("test", None, ()))
@@ -106,7 +106,7 @@ def test_an_error_is_told_though_a_question_is_being_answered(ranks):
 def fail_when_asked(rank, num_ranks):
     be_quick()
     key = new_key(dist.group.WORLD)
-    log = calls.log_of(dist.group.WORLD)
+    log = collective_checks.log_of(dist.group.WORLD)
     if rank == ODD:
         until(lambda: log._questions)
     outcome(attend, key, rows=7 if rank == ODD else None)

@@ -33,6 +33,24 @@ def test_the_last_bit_of_a_floating_point_number_counts():
         assert checksum(y) != checksum(bits.view(dtype)), dtype
 
 
+def test_signs_of_floating_point_numbers_count_one_by_one_and_all_together():
+    x = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        y = x.to(dtype)
+        signed = [torch.where(torch.arange(8) < count, -y.float(), y.float()).to(dtype) for count in range(9)]
+        assert len({checksum(x) for x in signed}) == 9, dtype
+    assert checksum(torch.tensor([0, 5])) != checksum(torch.tensor([-(1 << 63), 5]))
+
+
+def test_complex_numbers_and_lazily_changed_tensors_count_as_they_are_read():
+    x = torch.complex(torch.arange(5.0), torch.arange(5.0) + 1)
+    for y in (x, x.to(torch.complex128)):
+        assert checksum(y.conj()) == checksum(y.conj().resolve_conj()) != checksum(y)
+        assert len({checksum(y), checksum(y.real), checksum(-y.imag), checksum(y.roll(1))}) == 4
+    negative = x.conj().imag  # its sign is only noted
+    assert negative.is_neg() and checksum(negative) == checksum(negative.clone())
+
+
 def test_integers_of_any_dtype_have_the_same_one():
     x = tokens(30) % 100
     dtypes = (torch.uint8, torch.int16, torch.int32, torch.uint32)
@@ -68,3 +86,12 @@ def test_those_of_a_gpu_are_those_of_the_cpu_and_the_host_waits_for_none():
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert found.tolist() == checksums(several, torch.device("cpu")).tolist()
+
+
+@pytest.mark.gpu
+def test_those_of_a_gpu_are_there_when_they_are_wanted_on_the_cpu():
+    x = tokens(1 << 22)
+    on_gpu, busy = x.cuda(), torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy
+    assert checksums([on_gpu], torch.device("cpu")).tolist() == [checksum(x)]

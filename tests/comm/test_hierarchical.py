@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.comm import nodes, waits
-from megatron_magi.comm.calls import calls_of
+from megatron_magi.comm.collective_checks import calls_of
 from megatron_magi.comm.group_collective import (
     CastTables,
     LevelArgs,

@@ -111,8 +111,8 @@ def test_launches_are_prepared_once_for_calls_that_differ_in_addresses_alone(mon
     first = exchange(own, native._BOTH)
     assert exchange(other, native._BOTH) is first and made == ["put_rows"]
     assert len(exchange(own, native._APART)) == 2 and made == ["put_rows"] * 3
-    prepare = functools.partial(mover._prepare_announced, args, layout, own, out)
-    assert len(mover._launches((native._ANNOUNCE,), args, own, out, prepare)) == 1
+    prepare = functools.partial(mover._prepare_get, args, layout, own, out)
+    assert len(mover._launches((native._GET,), args, own, out, prepare)) == 1
     assert made[3:] == ["get_rows"]
     mover._memory.generation = 1
     assert exchange(own, native._BOTH) is not first

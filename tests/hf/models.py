@@ -6,6 +6,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPT2Config,
@@ -40,6 +41,7 @@ CONFIGS = {
     "llama4": Llama4TextConfig(
         **SIZES,
         attention_chunk_size=9,
+        floor_scale=8,
         num_local_experts=2,
         intermediate_size_mlp=48,
         layer_types=["chunked_attention", "full_attention"],
@@ -48,18 +50,29 @@ CONFIGS = {
 }
 
 
+GEMMA4 = {
+    **SIZES,
+    **WINDOWS,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "num_kv_shared_layers": 0,
+}
+SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": WINDOWS["layer_types"] * 2}
+"""The last two layers have the keys of the two before them."""
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 ON_CPUS = {
     "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, **NO_DROPOUT),
-    "gemma4": Gemma4TextConfig(
-        **SIZES,
-        **WINDOWS,
-        global_head_dim=16,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
+    "gemma4": Gemma4TextConfig(**GEMMA4),
+    "gemma4_shared": Gemma4TextConfig(**{**GEMMA4, **SHARED}),
+    "gemma3n_shared": Gemma3nTextConfig(
+        **{**SIZES, **WINDOWS, **SHARED},
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCABULARY,
-        num_kv_shared_layers=0,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.0] * 4,
     ),
 }
 """Whose heads cannot be made wider, for kernels, or differ between layers."""

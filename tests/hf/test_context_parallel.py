@@ -28,12 +28,12 @@ from megatron_magi.hf import context_parallel, log_probs, shard_batch
 from megatron_magi.mask import builders
 from megatron_magi.packing import make_prefix_tree
 from megatron_magi.testing.spawn import run_ranks
-from tests.hf.models import CONFIGS, VOCABULARY, loss_and_gradients, make_model, packed_batch, padded_batch
+from tests.hf.models import CONFIGS, ON_CPUS, VOCABULARY, loss_and_gradients, make_model, packed_batch, padded_batch
 
 pytestmark = pytest.mark.ranks(2)
 
-EAGER = {"gpt_oss": "magi"}
-"""Models whose eager attention does not know packed positions are compared with this attention on one rank."""
+EAGER = {"gpt_oss": "magi", "llama4": "magi"}
+"""Models that do not look at packed positions everywhere are compared with this attention on one rank."""
 
 
 def cu_seq_lens_batch():
@@ -53,12 +53,8 @@ def tree_batch():
 
 BATCHES = {"packed": packed_batch, "padded": padded_batch, "lengths": cu_seq_lens_batch, "tree": tree_batch}
 CASES = [(name, "packed") for name in CONFIGS] + [("gemma3", "padded"), ("llama4", "padded")]
-CASES += [(name, kind) for name in ("gpt2", "gemma4") for kind in ("packed", "padded")]
-CASES += [
-    ("llama", "lengths"),
-    ("gpt_oss", "lengths"),
-    ("llama", "tree"),
-]
+CASES += [(name, kind) for name in ON_CPUS for kind in ("packed", "padded")]
+CASES += [("llama", "lengths"), ("llama4", "lengths"), ("gpt_oss", "lengths"), ("llama", "tree")]
 
 
 def difference(one, other):

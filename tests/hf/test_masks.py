@@ -18,6 +18,7 @@ from megatron_magi.hf import log_probs
 from megatron_magi.hf.attention import attention, layer_mask
 from megatron_magi.hf.intervals import Intervals
 from megatron_magi.hf.layer_masks import LayerMask
+from megatron_magi.hf.mask_functions import inner_and_blocks
 from megatron_magi.hf.shard import ShardMask, ShardOnes
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
@@ -110,14 +111,14 @@ def test_a_layer_sees_what_sdpa_would_see(name, padding):
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "gemma4_shared", "gemma3n_shared"])
 def test_a_model_computes_what_it_does_with_eager_attention(name, kind):
     batch = {"packed": packed_batch, "padded": padded_batch}[kind]()
     del batch["labels"]
     seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     eager, magi = make_model(name, "eager").eval(), make_model(name).eval()
     with torch.no_grad():
-        if name == "gpt_oss" and kind == "packed":  # its eager attention does not look at positions
+        if name in ("gpt_oss", "llama4") and kind == "packed":  # which do not look at positions everywhere
             tokens, bounds = batch["input_ids"], [0, 17, 18, 42, 53]
             documents = itertools.pairwise(bounds)
             expected = torch.cat([eager(tokens[:, a:b]).logits for a, b in documents], dim=1)
@@ -139,7 +140,7 @@ def test_a_model_under_autocast_computes_what_it_does_with_eager_attention(name)
     assert (logits[0] - logits[1]).abs().mean() < 0.02 * logits[1].abs().mean()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "gemma4_shared", "gemma3n_shared"])
 def test_generation_with_a_cache_gives_the_tokens_of_eager_attention(name):
     batch = padded_batch()
     prompt = {"input_ids": batch["input_ids"][:1], "attention_mask": batch["attention_mask"][:1]}
@@ -189,13 +190,69 @@ def test_a_dense_mask_of_keys_alone_is_that_of_every_row():
         assert (out[0] - 1.5).abs().max() < 1e-6 and (out[1] - 8.5).abs().max() < 1e-6
 
 
-def test_cumulative_lengths_alone_separate_documents():
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4", "gemma3"])
+def test_cumulative_lengths_alone_separate_documents(name):
     tokens = packed_batch((9, 30, 13))["input_ids"]
     bounds = torch.tensor([0, 9, 39, 52], dtype=torch.int32)
-    model = make_model("gpt_oss").eval()
+    model = make_model(name).eval()
     with torch.no_grad():
         packed = model(tokens, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=30, max_length_k=30).logits
-        assert (packed[:, :9] - model(tokens[:, :9]).logits).abs().max() < 1e-5
+        for a, b in itertools.pairwise(bounds.tolist()):
+            assert (packed[:, a:b] - model(tokens[:, a:b]).logits).abs().max() < 1e-5, a
+
+
+LENGTHS = [7, 1, 12, 9, 11]
+UNPACKED = {name: function for name, function in FUNCTIONS.items() if not name.startswith(("packed", "chunked after"))}
+
+
+@pytest.mark.parametrize("padding", ["none", "ones", "right"])
+@pytest.mark.parametrize("name", UNPACKED)
+def test_documents_by_lengths_are_those_by_positions(name, padding):
+    function, cu_seq_lens = UNPACKED[name], torch.tensor([0, *LENGTHS]).cumsum(0)
+    attention_mask = {"none": None, "ones": torch.ones(2, 20, dtype=torch.bool), "right": PADDING["right"]}[padding]
+    asked = {"batch_size": 2, "q_length": 20, "kv_length": 20, "attention_mask": attention_mask}
+    if padding == "right" and name in ("a user's", "prefix", "blocks in two pieces"):
+        with pytest.raises(ValueError, match=r"^cu_seq_lens_q: packed documents with padding"):
+            layer_mask(**asked, mask_function=function).of_layer(None, cu_seq_lens)
+        return
+    mask = layer_mask(**asked, mask_function=function).of_layer(None, cu_seq_lens)
+    rows = [[7, 1, 12], [9, 11]]
+    ours = torch.from_numpy(dense_mask(mask)).view(2, 20, 2, 20)
+    for i, own in enumerate(rows):
+        number = torch.repeat_interleave(torch.arange(len(own)), torch.tensor(own))[None].expand(2, -1)
+        positions = torch.cat([torch.arange(n) for n in own])[None].expand(2, -1)
+        inner, blocks = inner_and_blocks(function)
+        seen = hf_masks.packed_sequence_compatibility_function(inner, positions, number)
+        seen = hf_masks.or_masks(seen, *blocks) if blocks else seen
+        expected = hf_masks.sdpa_mask(**asked, mask_function=seen, allow_is_causal_skip=False)
+        expected = expected.expand(2, -1, -1, -1)[i, 0] & (number[0][:, None] == number[0])
+        assert torch.equal(ours[i, :, i], expected), i
+        assert not ours[i, :, 1 - i].any()
+
+
+def test_chunks_of_documents_by_lengths_begin_after_their_padding():
+    function, cu_seq_lens = hf_masks.chunked_causal_mask_function(6, torch.tensor([4])), torch.tensor([0, 12, 20])
+    mask = layer_mask(1, 20, 20, mask_function=function, attention_mask=torch.arange(20)[None] >= 4)
+    chunk = np.repeat([0, 1, 2, 3, 4], [4, 6, 2, 6, 2])
+    expected = np.tril(chunk[:, None] == chunk) & (np.arange(20) >= 4)
+    assert (dense_mask(mask.of_layer(None, cu_seq_lens)) == expected).all()
+
+
+def test_documents_by_lengths_need_all_tokens():
+    with pytest.raises(ValueError, match=r"^cu_seq_lens_q: .* cache"):
+        layer_mask(1, 2, 20, q_offset=18).of_layer(None, torch.tensor([0, 20]))
+
+
+def test_the_last_rows_of_a_mask_are_those_of_its_documents():
+    mask, cu_seq_lens = layer_mask(2, 20, 20), torch.tensor([0, *LENGTHS]).cumsum(0)
+    for documents in (None, cu_seq_lens):
+        whole = dense_mask(mask.of_layer(None, documents)).reshape(2, 20, 40)
+        for rows, kept in ((slice(-3, None), 3), (slice(0, None), 20), (slice(15, None), 5)):
+            part = mask[:, :, rows, :].of_layer(None, documents)
+            assert (dense_mask(part) == whole[:, -kept:].reshape(-1, 40)).all()
+        assert (
+            dense_mask(mask[:, :, 5:, :][:, :, -2:, :].of_layer(None, documents)).reshape(2, 2, 40) == whole[:, -2:]
+        ).all()
 
 
 def call(**changed):
@@ -304,6 +361,7 @@ def test_a_model_with_attention_of_its_own_is_refused(name):
 def test_a_mask_that_a_model_takes_for_a_tensor_is_an_error(mask):
     scores = torch.zeros(1, 4, 6, 6)
     uses = [lambda: scores + mask, lambda: scores.masked_fill(mask, 0.0), lambda: mask[:, :, :6], lambda: 1.0 - mask]
+    uses += [lambda: mask[:, :, :, :6], lambda: mask[:, :, :4, :], lambda: mask[0]]
     for use in [*uses, lambda: torch.where(mask, scores, 0.0), lambda: mask.dtype]:
         with pytest.raises((ValueError, AttributeError), match=r"^attention_mask: this model computes attention by"):
             use()

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
@@ -96,6 +98,21 @@ def differences(name, kind):
     return abs(loss.item() - expected_loss.item()), max(found)
 
 
+def differences_in_fsdp(name):
+    """`differences` with units of FSDP: also of the language model, whose inputs are then views."""
+    expected_loss, expected = loss_and_gradients(model_of(name, "eager"), batch_of("both"))
+    model, mesh = context_parallel(model_of(name), dist.group.WORLD), init_device_mesh("cpu", (dist.get_world_size(),))
+    inside = model.base_model
+    decoder = inside.language_model
+    for unit in (*inside.visual.blocks, *decoder.layers, inside.visual, decoder.embed_tokens, decoder, model):
+        fully_shard(unit, mesh=mesh)
+    loss, gradients = loss_and_gradients(model, batch_of("both"))
+    assert gradients.keys() == expected.keys()
+    whole = {n: gradient.full_tensor() for n, gradient in gradients.items()}
+    found = [(whole[n] - x).abs().max().item() / (1e-4 + x.abs().max().item()) for n, x in expected.items()]
+    return abs(loss.item() - expected_loss.item()), max(found)
+
+
 def whole_logits(name):
     """Without a gradient they are the batch's."""
     batch = batch_of("both")
@@ -140,6 +157,9 @@ def refusals(rank):
     with_image = tokens.clone()
     with_image[0, 4:8] = IMAGE
     images = {"pixel_values": pixels, "token_type_ids": (with_image == IMAGE).long()}
+    in_fsdp, mesh = context_parallel(model_of("qwen2_vl"), dist.group.WORLD), init_device_mesh("cpu", (2,))
+    for unit in (in_fsdp.base_model, in_fsdp):
+        fully_shard(unit, mesh=mesh)
     other = batch_of("images")
     other["pixel_values"] += 0.001 * rank
     return {
@@ -153,12 +173,14 @@ def refusals(rank):
         "position_ids: expected [1, 40], or 3 or 4 of these": raised(
             models["qwen2_5_vl"], **batch, position_ids=torch.arange(40).expand(2, 1, 40)
         ),
+        "pixel_values: model is a unit of FSDP around the language model": raised(in_fsdp, **batch_of("images")),
         "pixel_values: ranks disagree: rank 1": raised(models["qwen2_5_vl"], **other),
     }
 
 
 def on_two_ranks(rank, _num_ranks):
     found = {case: differences(*case) for case in CASES}
+    found |= {(name, "fsdp"): differences_in_fsdp(name) for name in CONFIGS}
     found["logits"] = [whole_logits(name) for name in CONFIGS]
     found["refusals"] = refusals(rank)
     return found
@@ -169,7 +191,7 @@ def results():
     return run_ranks(on_two_ranks, 2, timeout_s=180.0)
 
 
-@pytest.mark.parametrize("name, kind", CASES)
+@pytest.mark.parametrize("name, kind", [*CASES, *[(name, "fsdp") for name in CONFIGS]])
 def test_two_ranks_train_as_one(results, name, kind):
     for loss, gradient in (result[name, kind] for result in results):
         assert loss < 1e-5

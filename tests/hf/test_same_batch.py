@@ -10,6 +10,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 from megatron_magi.api import calc_attn, clear_cache, dispatch, magi_attn_varlen_key
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.hf import context_parallel, log_probs, shard_batch
+from megatron_magi.hf.automodel import MagiState, make_magi_attn_func
 from megatron_magi.packing import make_prefix_tree
 from megatron_magi.testing.spawn import run_ranks
 from tests.hf.models import make_model, packed_batch
@@ -95,9 +96,37 @@ def of_an_error(rank):
     return raised(model, **{**packed_batch(), **({} if rank else {"attention_mask": torch.ones(3)})})
 
 
+def of_errors_before(rank):
+    """Of one rank, before anything is planned or attends, each on a group of its own."""
+    model, tree = make_model("llama"), make_prefix_tree([[5, 6, 7], [5, 3]])
+    tokens = torch.arange(40)
+    packed = {"input_ids": tokens, "labels": tokens, "cu_seqlens": torch.tensor([0, 40])}
+
+    def prepare(group, custom, more, **options):
+        """A packed batch, and attention to it by a function."""
+        state = MagiState(enabled=True, custom=True, cp_group=group, cp_size=2)
+        attend = make_magi_attn_func(state=state)
+        state.prepare_llm_batch(custom, {**packed, **more}, is_thd=True)
+        x = torch.randn(20, 4, 8)
+        attend(x, x, x, **options)
+
+    custom = torch.nn.Module()
+    custom.config = model.config
+    cases = {
+        "no rollouts": lambda group: log_probs(model, make_prefix_tree([]) if rank else tree, group),
+        "no tree": lambda group: log_probs(model, None if rank else tree, group),
+        "bounds": lambda group: prepare(group, custom, {"cu_seqlens": torch.tensor([0, 39 if rank else 40])}),
+        "labels": lambda group: prepare(group, custom, {"labels": tokens[:3] if rank else tokens}),
+        "tree": lambda group: prepare(group, custom, {"prefix_tree": 1} if rank else {}),
+        "option": lambda group: prepare(group, custom, {}, bias=1 if rank else None),
+    }
+    return {name: raised(case, dist.new_group([0, 1])) for name, case in cases.items()}
+
+
 def on_two_ranks(rank, _num_ranks):
     cases = {"models": of_models, "rows": of_rows_that_are_dispatched_before}
-    cases |= {"rollouts": of_rollouts, "own loop": of_a_loop_of_ones_own, "error": of_an_error}
+    cases |= {"rollouts": of_rollouts, "own loop": of_a_loop_of_ones_own, "before": of_errors_before}
+    cases["error"] = of_an_error
     return {name: case(rank) for name, case in cases.items()}
 
 
@@ -130,3 +159,20 @@ def test_a_batch_that_one_rank_cannot_read_is_a_message_on_all(results):
     one, other = (result["error"] for result in results)
     assert one.startswith("ValueError: attention_mask: expected [1, 53]")
     assert other.startswith("RuntimeError: plan: rank 0 of the group (global rank 0) raised ValueError: attention_mask")
+
+
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ("no rollouts", "tree: it has no rollouts"),
+        ("no tree", "tree: expected a PrefixTree"),
+        ("bounds", "cu_seqlens: expected documents of 40 tokens"),
+        ("labels", "labels: expected 40, one a token"),
+        ("tree", "prefix_tree: expected a pair"),
+        ("option", "bias: not supported"),
+    ],
+)
+def test_an_error_of_one_rank_before_it_plans_or_attends_is_a_message_on_all(results, case, message):
+    other, one = (result["before"][case] for result in results)
+    assert one.startswith(f"ValueError: {message}")
+    assert "rank 1 of the group (global rank 1) raised ValueError: " + message in other

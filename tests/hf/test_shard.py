@@ -95,3 +95,26 @@ def test_tokens_come_with_positions_labels_and_ones_of_their_rows():
     assert local["shift_labels"].view(3, 24)[:, -1].tolist() == [-100] * 3, "the next row is no successor"
     assert local["attention_mask"].dtype == torch.bool and local["attention_mask"].shape == (1, 72)
     assert shard.undispatch(local["labels"]).equal(labels)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("positions", [[*range(5), *range(3, 14), *range(8)], [*range(5, 29)]], ids=["several", "one"])
+def test_documents_whose_positions_begin_elsewhere_are_those_of_one_rank(kind, positions):
+    function, _ = LAYERS[kind]
+    position_ids = torch.tensor([positions] * 3)
+    _, shard = shard_batch({"input_ids": position_ids * 0, "position_ids": position_ids}, None, CONFIGS["llama"])
+    number = masking_utils.find_packed_sequence_indices(position_ids)
+    if number is not None:
+        function = masking_utils.packed_sequence_compatibility_function(function, position_ids, number)
+    seen = masking_utils.sdpa_mask(3, 24, 24, mask_function=function, allow_is_causal_skip=False).expand(3, -1, -1, -1)
+    found = dense_mask(shard.layer_mask(LAYERS[kind][0]).key.mask).reshape(3, 24, 3, 24)
+    for i in range(3):
+        np.testing.assert_array_equal(found[i, :, i], seen[i, 0].numpy())
+
+
+def test_all_rows_of_a_shards_mask_are_itself_and_fewer_are_refused():
+    _, shard = shard_batch(batch_of(ROWS), None, CONFIGS["llama"])
+    mask = shard.layer_mask(masking_utils.causal_mask_function)
+    assert mask[:, :, 0:, :] is mask
+    with pytest.raises(ValueError, match=r"^logits_to_keep: "):
+        mask[:, :, -1:, :]

@@ -18,7 +18,7 @@ from megatron_magi.mcore import batch as batch_module
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
 from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.planner import Planner, checksum
-from megatron_magi.upload import PackedArrays
+from megatron_magi.runtime.upload import PackedArrays
 
 EOD = 99
 SHAPE = AttnShape(2, 2, 8, 8, torch.float32)

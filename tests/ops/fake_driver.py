@@ -19,7 +19,7 @@ from megatron_magi.backends.sm90 import (
     support,
 )
 from megatron_magi.cuda import driver, launch, launch_list
-from megatron_magi.lru import LruCache
+from megatron_magi.runtime.lru import LruCache
 
 USE_STREAMS = hopper, backward, backward_ends, program, call_cache
 """Modules that ask for the current stream."""

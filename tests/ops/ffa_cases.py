@@ -15,11 +15,11 @@ from megatron_magi.backends.sm90 import backward as hopper_backward
 from megatron_magi.backends.sm90 import choices as hopper_choices
 from megatron_magi.backends.sm90 import fused_backward, fused_forward
 from megatron_magi.cuda import launch as hopper_launch
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_bands
 from megatron_magi.operands.options import AttnOptions, make_options
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
+from megatron_magi.runtime.lru import LruCache
 from megatron_magi.testing.error_budget import assert_within_budget
 
 FREE = bd.NO_DIAGONAL

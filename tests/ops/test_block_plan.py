@@ -8,11 +8,11 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_magi.backends.blocked import block_plan as plans
 from megatron_magi.backends.blocked.block_plan import LIMITS, BlockLimits, block_plan, make_block_plan
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.ops.slice_attention import slice_attention
-from megatron_magi.upload import PackedArrays
+from megatron_magi.runtime.lru import LruCache
+from megatron_magi.runtime.upload import PackedArrays
 from tests.ops.naive import masks, packed_causal
 
 CPU = torch.device("cpu")

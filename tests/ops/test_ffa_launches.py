@@ -11,10 +11,10 @@ from megatron_magi.backends.sm90 import backward as hopper_backward
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.cuda import driver as hopper_driver
 from megatron_magi.cuda import launch as hopper_launch
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
+from megatron_magi.runtime.lru import LruCache
 from tests.ops.test_ffa_host import tensors
 
 

@@ -10,10 +10,10 @@ import torch
 
 from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.backends.sm90 import choices, fused_backward, fused_forward, plan, program
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_operator import slice_attention_traced
+from megatron_magi.runtime.lru import LruCache
 from tests.ops.ffa_cases import pack_heads
 
 N = 512

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.backends.registry import SPARSE
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.ops import flex_flash_attn, sparse_ranges
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.mask_tensors import HostRanges
 from megatron_magi.ops.sparse_ranges import block_lists, sparse_pattern_of
+from megatron_magi.runtime.lru import LruCache
 
 
 def block_table(mask, q_block, k_block, num_rows, num_keys):

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
-from megatron_magi.upload import upload
+from megatron_magi.runtime.lru import LruCache
+from megatron_magi.runtime.upload import upload
 
 Selection = slice | Tensor
 """Tokens of a block: a slice where they are contiguous, else an int64 index."""

@@ -39,10 +39,10 @@ from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Numbers, prepared
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.cuda.streams import current_stream
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import ForwardInputs, ForwardOutput
+from megatron_magi.runtime.lru import LruCache
 
 __all__ = [
     "SharedSums",

@@ -28,8 +28,8 @@ from megatron_magi.backends.sm90.changing_mask import StaticMask, StaticMemory
 from megatron_magi.backends.sm90.host_tables import make_stage_tables
 from megatron_magi.backends.sm90.kernel_list import needed_kernels
 from megatron_magi.backends.sm90.program import LaunchProgram, Maker
-from megatron_magi.lru import LruCache
 from megatron_magi.operands.options import AttnOptions
+from megatron_magi.runtime.lru import LruCache
 
 
 class _Tables:

@@ -48,9 +48,9 @@ from megatron_magi.backends.sm90.tiles import UNIT
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.cuda.streams import current_stream, stream_lock
-from megatron_magi.lru import LruCache
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, Gradients
+from megatron_magi.runtime.lru import LruCache
 
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_magi import compiled
 from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.passes import assign_passes
 from megatron_magi.backends.sm90.tiles import TilePlan
 from megatron_magi.mask import bands as bd
+from megatron_magi.runtime import cpp_library
 
 _VERSION = 3
 """Raised with that of csrc/solver/tiles.cpp: a library that was built from other sources is not used."""
@@ -33,7 +33,7 @@ class _Shape(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL | None:
     """The library next to this file; None if it was not built, or was built from other sources."""
-    library = compiled.load(Path(__file__).parent, "tiles", _VERSION)
+    library = cpp_library.load(Path(__file__).parent, "tiles", _VERSION)
     if library is not None:
         library.magi_tiles_begin.restype = _Pointer
         library.magi_tiles_begin.argtypes = [_Pointer, _Int, _Pointer, _Pointer]
@@ -49,8 +49,8 @@ def available() -> bool:
 
 
 def chosen(planner: str) -> bool:
-    """See `compiled.chosen`."""
-    return compiled.chosen(planner, _library())
+    """See `cpp_library.chosen`."""
+    return cpp_library.chosen(planner, _library())
 
 
 def plan_tiles(

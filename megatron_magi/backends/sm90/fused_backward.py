@@ -46,7 +46,7 @@ from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
 from megatron_magi.cuda.launch_list import Place, Step
 from megatron_magi.cuda.layout import Like
-from megatron_magi.lru import LruCache
+from megatron_magi.runtime.lru import LruCache
 
 _passes: LruCache[tuple, Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 

@@ -39,11 +39,11 @@ from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, prepared
 from megatron_magi.cuda.launch_list import Step
 from megatron_magi.cuda.layout import Layout, Like
-from megatron_magi.lru import LruCache, Use
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.frozen import FrozenMemo
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import ForwardInputs, ForwardOutput
+from megatron_magi.runtime.lru import LruCache, Use
 
 _passes: LruCache[tuple, Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 _seen: FrozenMemo[tuple[int, int, int]] = FrozenMemo()

@@ -19,11 +19,11 @@ from megatron_magi.backends.sm90 import tiles as hopper_tiles
 from megatron_magi.backends.sm90.choices import MaskFacts
 from megatron_magi.backends.sm90.schedule import Schedule
 from megatron_magi.backends.sm90.tiles import TilePlan
-from megatron_magi.capture import is_capturing
-from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.frozen import FrozenMemo
-from megatron_magi.upload import upload
+from megatron_magi.runtime.graph_capture import is_capturing
+from megatron_magi.runtime.lru import LruCache
+from megatron_magi.runtime.upload import upload
 
 _MAX_PLANS = 256
 _MAX_BYTES = 256 << 20  # of device memory

@@ -25,11 +25,11 @@ from megatron_magi.cuda.arriving import Arriving, part_rows
 from megatron_magi.cuda.launch_list import Step
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.cuda.streams import current_stream
-from megatron_magi.lru import LruCache, Use
 from megatron_magi.operands.merge import sink_lse
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import ForwardInputs, ForwardOutput
 from megatron_magi.profiling import profiled_backward_calls, profiled_forward_calls
+from megatron_magi.runtime.lru import LruCache, Use
 
 _ALIGNMENT, _TMA_ALIGNMENT = 256, 16
 _PUBLISHED = ("k_rows", 0), ("v_rows", 0)
@@ -103,7 +103,7 @@ class LaunchProgram:
         numbers: the mask's numbers for a forward and a backward, if they were prepared with the plan.
         walks: of both passes, by layout. Held by the passes, which own device memory and may be evicted; and by `kept`,
             with its pass, if that adds no memory or belongs to the plan.
-        last_announced: the fetching kernel for one layout, its implementation and version: both passes launch it, on
+        last_get: the fetching kernel for one layout, its implementation and version: both passes launch it, on
             one stream.
     """
 
@@ -115,7 +115,7 @@ class LaunchProgram:
     numbers: tuple[fused_forward.MaskNumbers | None, fused_forward.MaskNumbers | None] = (None, None)
     walks: WeakValueDictionary[tuple, _BoundLaunches] = field(default_factory=WeakValueDictionary)
     kept: dict[tuple, tuple[_BoundLaunches, Any]] = field(default_factory=dict)
-    last_announced: list = field(default_factory=list)
+    last_get: list = field(default_factory=list)
 
     @property
     def num_recv(self) -> int:
@@ -276,7 +276,7 @@ class LaunchProgram:
         q, k, v, rows_k, rows_v, out, lse, sink = tensors
         k, v, rows_k, rows_v = self._with_keys(k, v, rows_k, rows_v)
         numbers = _later_numbers(self.num_recv, {"later.k": k, "later.v": v})
-        mover, arriving = self._announced(rows_k, rows_v, stream)
+        mover, arriving = self._get_step(rows_k, rows_v, stream)
         if self.remote is not None and mover is None:
             return None, None
         moving, slots = () if arriving is None else (arriving.step,), ("k_rows", "v_rows", "scratch")
@@ -302,13 +302,13 @@ class LaunchProgram:
         q, k, v, rows_k, rows_v, dout, out, lse, dq, dk, dv = tensors
         k, v, rows_k, rows_v, dk, dv = self._with_keys(k, v, rows_k, rows_v, dk, dv)
         numbers = _later_numbers(self.num_recv, {"later.k": k, "later.v": v, "later.dk": dk, "later.dv": dv})
-        mover, arriving = self._announced(rows_k, rows_v, stream)
+        mover, arriving = self._get_step(rows_k, rows_v, stream)
         if self.remote is not None and mover is None:
             return None, None
         moving, left, back = () if arriving is None else (arriving.step,), False, ()
         if self.remote is not None:
             later = tuple(dk.new_empty((self.num_recv, *t.shape[1:])) for t in (dk, dv))
-            sums = self.remote.returned(later, (dk, dv), _OF_LATER, _GRADIENTS)
+            sums = self.remote.put_step(later, (dk, dv), _OF_LATER, _GRADIENTS)
             left, back = sums is None, () if sums is None else (sums,)
         numbers |= brought((*moving, *back))
         is_direct, slots = _are_same((k, v), (rows_k, rows_v)), ("k_rows", "v_rows", "scratch", "dk", "dv")
@@ -367,20 +367,20 @@ class LaunchProgram:
         """Layouts of key tensors of another mask, with this mask's number of keys."""
         return (t.with_rows(self.num_keys) for t in tensors)
 
-    def _announced(self, k: Layout, v: Layout, stream: int) -> tuple[StepMover | None, Arriving | None]:
+    def _get_step(self, k: Layout, v: Layout, stream: int) -> tuple[StepMover | None, Arriving | None]:
         """The mover of keys and the kernel that it launches; None and None if no keys are fetched in this way."""
         if self.remote is None:
             return None, None
         form = stream, [(t.shape, t.stride(), t.dtype, t.data_ptr()) for t in (k, v)]
-        of_form, mover, version, arriving = self.last_announced or (None, lambda: None, None, None)
+        of_form, mover, version, arriving = self.last_get or (None, lambda: None, None, None)
         mover = mover()
         if of_form != form or mover is None or mover.version() != version:
             into = [t.new_empty((self.num_recv, *t.shape[1:])) for t in (k, v)]
-            found = self.remote.announced((k, v), into, _PUBLISHED, _LATER)
+            found = self.remote.get_step((k, v), into, _PUBLISHED, _LATER)
             if found is None:
                 return None, None
             mover, arriving = found
-            self.last_announced[:] = form, ref(mover), mover.version(), arriving
+            self.last_get[:] = form, ref(mover), mover.version(), arriving
         return mover, arriving
 
 

@@ -116,7 +116,7 @@ def backward(
     softmax_scale: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of q, k, v, dout; see `sparse_reference.backward`.
+    """``(dq, dk, dv)`` of q, k, v, dout; see `megatron_magi.backends.reference.sparse.backward`.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported, or lists of blocks have 2^31 numbers or more.

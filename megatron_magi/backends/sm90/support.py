@@ -12,10 +12,10 @@ from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.choices import Problem, heads_together, make_problem
 from megatron_magi.backends.sm90.kernels import BACKWARD_DIMS, DIM_UNIT, kernel_dims
 from megatron_magi.backends.sm90.plan import DevicePlan
-from megatron_magi.capture import is_capturing
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.options import AttnOptions
+from megatron_magi.runtime.graph_capture import is_capturing
 
 LOG2_E = 1.4426950408889634
 COUNTER_BYTES = 128

@@ -20,10 +20,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_magi.capture import is_capturing
 from megatron_magi.comm import peer_kernels
-from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
+from megatron_magi.comm.collective_checks import add_guard
 from megatron_magi.comm.movement import Into, Started
 from megatron_magi.comm.peer_kernels import (
     Launch,
@@ -41,12 +40,13 @@ from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, 
 from megatron_magi.comm.sm_budget import share_of
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
 from megatron_magi.cuda.launch_list import LaunchList, Place, Step
+from megatron_magi.runtime.graph_capture import is_capturing
 
 _NUM_FETCHED, _NUM_CHUNKS = 0, 16  # bytes into PeerTables.counts
 _SEND, _TAKE = 1, 2  # Role of put.cuh
 _BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
 
-_CAST, _GIVE_BACK, _ADD, _ANNOUNCE = "cast", "give back", "add", "announce"
+_CAST, _GIVE_BACK, _ADD, _GET = "cast", "give back", "add", "get"
 _BROKEN, _ANNOUNCED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 5)
 """Bytes into Control of peers.cuh."""
 
@@ -165,8 +165,8 @@ class Native:
             sources, places: their addresses.
         """
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes)
-        prepare = functools.partial(self._prepare_announced, args, layout, rows, results)
-        (launch,) = self._launches((_ANNOUNCE,), args, rows, results, prepare)
+        prepare = functools.partial(self._prepare_get, args, layout, rows, results)
+        (launch,) = self._launches((_GET,), args, rows, results, prepare)
         _, control, *_ = own = self._own_memory()
         # A waiting kernel occupies all SMs. With two groups, on two streams, each could block the publishing kernel for
         # which the other group's ranks wait.
@@ -392,7 +392,7 @@ class Native:
         blocks = zip(blocks_apart(share, bool(types)), roles, strict=True)
         return tuple(Launch(kernel, num_blocks, *parts, role) for num_blocks, role in blocks)
 
-    def _prepare_announced(
+    def _prepare_get(
         self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], share: int
     ) -> tuple[Launch, ...]:
         """The kernel that publishes rows and pulls those of other ranks, likewise."""

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.kernels import bench_backward_order as bench
 from megatron_magi.backends.sm90 import tuning
-from megatron_magi.lru import LruCache
+from megatron_magi.runtime.lru import LruCache
 
 
 def test_constants_are_changed_and_changed_back():

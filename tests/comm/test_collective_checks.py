@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_magi import api
-from megatron_magi.comm import calls, waits
-from megatron_magi.comm.board import Board
+from megatron_magi.comm import collective_checks, waits
+from megatron_magi.comm.store_channel import Board
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.testing.spawn import run_ranks
 
@@ -375,7 +375,7 @@ def trust(rank, num_ranks):
     out = attend(key, softcap=float(rank))
     undispatch(key)
     roll(key)
-    return out.shape[1:] == (4, 8) and not calls._logs
+    return out.shape[1:] == (4, 8) and not collective_checks._logs
 
 
 def test_without_verify_nothing_is_compared(ranks):
@@ -390,7 +390,7 @@ def recompute(rank, num_ranks):
         out = checkpoint(lambda x: api.calc_attn(x, x[:, :2], x[:, 2:], key)[0], x, use_reentrant=False)
         out.sum().backward()
         assert bool(x.grad.isfinite().all())
-    return calls.log_of(dist.group.WORLD)._failures
+    return collective_checks.log_of(dist.group.WORLD)._failures
 
 
 def test_a_recomputation_that_stops_early_is_no_error(ranks):
@@ -401,7 +401,7 @@ def leave_group(rank, num_ranks):
     be_quick()
     group = dist.new_group([0, 1])
     attend(new_key(group))
-    log = calls.log_of(group)
+    log = collective_checks.log_of(group)
     thread, log = log._thread, weakref.ref(log)
     api.clear_cache()
     dist.destroy_process_group(group)
@@ -459,8 +459,8 @@ class Failing:
 def fail_beside(rank, num_ranks):
     be_quick()
     group, guard, other = dist.group.WORLD, Failing(), Failing()
-    calls.add_guard(group, guard)
-    calls.add_guard(group, other)  # of what serves the group as well, and has not failed
+    collective_checks.add_guard(group, guard)
+    collective_checks.add_guard(group, other)  # of what serves the group as well, and has not failed
     key = new_key(group)
     undispatch(key)
     if rank == 0:

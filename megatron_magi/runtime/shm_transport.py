@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from megatron_magi.upload import PackedArrays, pack
+from megatron_magi.runtime.upload import PackedArrays, pack
 
 _DTYPES = {
     torch.int64: np.int64, torch.int32: np.int32, torch.uint8: np.uint8, torch.float32: np.float32, torch.bool: np.bool_

@@ -4,7 +4,7 @@ import random
 import threading
 from weakref import ref
 
-from megatron_magi.lru import LruCache, Use
+from megatron_magi.runtime.lru import LruCache, Use
 
 
 def test_the_value_used_longest_ago_goes_first():

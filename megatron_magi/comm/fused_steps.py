@@ -40,7 +40,7 @@ _known: WeakKeyDictionary[Native, dict[tuple, Arriving | Step]] = WeakKeyDiction
 
 
 @torch.no_grad()
-def announced_cast(
+def get_step(
     tensors: Sequence[Like],
     args: GroupCastArgs,
     group: dist.ProcessGroup | None,
@@ -64,11 +64,11 @@ def announced_cast(
         return found._replace(step=_naming(found.step, "get_rows", _OF_ANNOUNCING))
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
-    return mover, found._replace(tensors=into, step=found.step._replace(numbers=_announced(args)))
+    return mover, found._replace(tensors=into, step=found.step._replace(numbers=_get_numbers(args)))
 
 
 @torch.no_grad()
-def returned_sums(
+def put_step(
     tensors: Sequence[Like],
     args: GroupCastArgs,
     group: dist.ProcessGroup | None,
@@ -77,7 +77,7 @@ def returned_sums(
     sources: Sequence[Place],
     places: Sequence[Place],
 ) -> Step | None:
-    """The kernel that sends partial rows back and adds received ones to ``into``; as `announced_cast`."""
+    """The kernel that sends partial rows back and adds received ones to ``into``; as `get_step`."""
     mover, layout = choose_mover(tensors, args, group, impl, back=True)
     if not isinstance(mover, Native) or not can_add(layout, into):
         return None
@@ -86,7 +86,7 @@ def returned_sums(
         return _naming(mover.adding(tensors, args, layout, into, sources, places), "put_sums", _OF_ADDING)
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
-    return found._replace(numbers=_added(args, layout))
+    return found._replace(numbers=_put_numbers(args, layout))
 
 
 def _prepared[Made: (Arriving, Step)](
@@ -110,7 +110,7 @@ def _naming(step: Step, kernel: str, names: dict[int, str]) -> Step:
     return step._replace(fields=tuple(Field(rest + 8 * i, 8, name) for i, name in names.items()))
 
 
-def _announced(args: GroupCastArgs) -> dict[str, int]:
+def _get_numbers(args: GroupCastArgs) -> dict[str, int]:
     """Numbers of the kernel that publishes and pulls rows."""
     assert args.peers is not None
     tables, counts = args.peers, args.peers.counts.data_ptr()
@@ -121,7 +121,7 @@ def _announced(args: GroupCastArgs) -> dict[str, int]:
     return dict(zip(_OF_ANNOUNCING.values(), found, strict=True))
 
 
-def _added(args: GroupCastArgs, layout: RowLayout) -> dict[str, int]:
+def _put_numbers(args: GroupCastArgs, layout: RowLayout) -> dict[str, int]:
     """Numbers of the kernel that sends rows back and adds them."""
     assert args.peers is not None and args.most is not None
     index, arrivals = args.recv_position, args.arrivals

@@ -32,9 +32,9 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from megatron_magi.comm import waits
-from megatron_magi.comm.board import Board
 from megatron_magi.comm.groups import abort, names_of, pause, timeout_s
 from megatron_magi.comm.inquiry import Inquiry, failure_text
+from megatron_magi.comm.store_channel import Board
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ import sysconfig
 
 import pytest
 
-from megatron_magi import compiled
 from megatron_magi.backends.sm90 import cpp_tiles as tiles
 from megatron_magi.cuda import launch_list
 from megatron_magi.plan import native as solver
+from megatron_magi.runtime import cpp_library
 
 
 @pytest.mark.parametrize("module", [solver, tiles, launch_list], ids=["solver", "tiles", "calls"])
@@ -21,7 +21,7 @@ def test_a_library_of_other_sources_is_not_used_and_that_is_said(module, monkeyp
 
 def test_a_library_that_cannot_be_loaded_is_not_used_and_that_is_said(tmp_path, caplog) -> None:
     """As one that was built against newer libraries than there are here; one that is not there needs no words."""
-    assert compiled.load(tmp_path, "calls", 1) is None and not caplog.text
+    assert cpp_library.load(tmp_path, "calls", 1) is None and not caplog.text
     (tmp_path / f"_calls{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"\x7fELF")
-    assert compiled.load(tmp_path, "calls", 1) is None
+    assert cpp_library.load(tmp_path, "calls", 1) is None
     assert "_calls" in caplog.text and "cannot be loaded" in caplog.text

@@ -6,20 +6,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_magi import envs
+from megatron_magi.api.configuration import HeadShape, KeyConfig, head_shape_of, magi_config, with_head_shape
+from megatron_magi.api.key import DistAttnRuntimeKey
+from megatron_magi.api.runtime import RuntimeCache
 from megatron_magi.comm.agreement import MAX_VALUES, told
 from megatron_magi.comm.checksum import checksums
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.compat.runtime import DistAttnRuntimeKey, RuntimeCache, ranks_per_node_of
-from megatron_magi.compat.types import DistAttnConfig, HeadShape, head_shape_of, magi_config, with_head_shape
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
 
 
 @contextmanager
-def made_on_all_ranks(cp_group_or_mesh: Group, given: DistAttnConfig | MagiConfig | None) -> Iterator[None]:
+def made_on_all_ranks(cp_group_or_mesh: Group, given: KeyConfig | MagiConfig | None) -> Iterator[None]:
     """Around the making of a key: an error on one rank is one of the comparison in which the others wait for it."""
     verify = not isinstance(given, MagiConfig) or given.comm.verify
     with told(group_of(cp_group_or_mesh, "cp_group_or_mesh"), verify):
@@ -33,7 +36,7 @@ def new_key(
     pad_size: int | None,
     chunk_size: int | None,
     cp_group_or_mesh: Group,
-    given: DistAttnConfig | MagiConfig | None,
+    given: KeyConfig | MagiConfig | None,
 ) -> DistAttnRuntimeKey:
     """The key of ``mask``, planned by ``runtimes``; the other arguments are those of `magi_attn_flex_key`.
 
@@ -56,7 +59,7 @@ def new_mask_key(
     mask: AttnMask,
     shape: HeadShape,
     key: DistAttnRuntimeKey,
-    given: DistAttnConfig | MagiConfig | None,
+    given: KeyConfig | MagiConfig | None,
 ) -> DistAttnRuntimeKey:
     """The key of ``mask`` over the tokens as ``key`` distributes them.
 
@@ -77,6 +80,18 @@ def new_mask_key(
     first = key if key.key_for_dispatch is None else key.key_for_dispatch
     new = DistAttnRuntimeKey(mask, *shape, cp_group=key.cp_group, config=config, key_for_dispatch=first)
     return _registered(runtimes, new, environment)
+
+
+def ranks_per_node_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> int | None:
+    """Ranks that share a node: those along the second dimension of a mesh of two; None where nothing says so.
+
+    Nor does a mesh whose ranks do not rise along it: in its group, which is in the order of ranks, those of a node are
+    no neighbours.
+    """
+    if not isinstance(cp_group_or_mesh, DeviceMesh) or cp_group_or_mesh.ndim != 2:
+        return None
+    ranks = cp_group_or_mesh.mesh.flatten().tolist()
+    return cp_group_or_mesh.size(1) if ranks == sorted(ranks) else None
 
 
 def values_to_compare(key: DistAttnRuntimeKey, compare: Mapping[str, Tensor | int] | None) -> dict[str, int]:

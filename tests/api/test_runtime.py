@@ -3,7 +3,7 @@
 import torch
 
 from megatron_magi import api
-from megatron_magi.compat.runtime import RuntimeCache
+from megatron_magi.api.runtime import RuntimeCache
 from megatron_magi.config import MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 

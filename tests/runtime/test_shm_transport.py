@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi import parcel
-from megatron_magi.parcel import Parcel, Sendable
-from megatron_magi.upload import pack
+from megatron_magi.runtime import shm_transport
+from megatron_magi.runtime.shm_transport import Parcel, Sendable
+from megatron_magi.runtime.upload import pack
 
 
 class Pair(Sendable[tuple]):
@@ -72,7 +72,7 @@ def _send_all(connection: Connection, sizes: list[int]) -> None:
     for size in sizes:
         connection.send(Parcel.of([torch.arange(size), size]))
         connection.recv()
-    connection.send(len(parcel._sent))
+    connection.send(len(shm_transport._sent))
     connection.recv()
 
 
@@ -105,7 +105,7 @@ def test_processes_share_the_memory_and_keep_none_that_has_arrived() -> None:
 
 def test_a_sender_that_has_ended_is_named() -> None:
     data = bytes(ForkingPickler.dumps(Parcel.of(torch.arange(3))))
-    (sent,) = [parcel._sent.pop()]
+    (sent,) = [shm_transport._sent.pop()]
     sent.memory.close()
     os.close(sent.file)
     with pytest.raises(RuntimeError, match=f"a parcel from process {os.getpid()} did not arrive"):

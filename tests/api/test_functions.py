@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from megatron_magi import api
+from megatron_magi.api.functions import _RUNTIMES
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.config import OverlapConfig as Overlap
 from megatron_magi.mask import AttnMask, builders
@@ -276,7 +277,7 @@ def test_ranks_that_bring_different_masks_are_told_which_differs(ranks):
 def test_equal_arguments_give_equal_keys_and_one_plan(monkeypatch):
     key, again = block_causal_key(None), block_causal_key(None)
     assert key == again and hash(key) == hash(again) and key is not again
-    assert api._RUNTIMES.get(key) is api._RUNTIMES.get(again)
+    assert _RUNTIMES.get(key) is _RUNTIMES.get(again)
     assert block_causal_key(None, chunk_size=16) != key
     assert block_causal_key(None, total=48) != key
     monkeypatch.setenv("MAGI_ATTENTION_DETERMINISTIC_MODE", "1")
@@ -308,7 +309,7 @@ def test_a_third_mask_may_be_made_from_the_key_of_the_second():
     second = api.make_varlen_key_for_new_mask_after_dispatch([0, 64], [0, 64], key)
     third = api.make_varlen_key_for_new_mask_after_dispatch([0, 30, 64], [0, 30, 64], second, window_size=(3, 0))
     assert second.key_for_dispatch == third.key_for_dispatch == key
-    assert api._RUNTIMES.get(third).plan.dispatch is api._RUNTIMES.get(key).plan.dispatch
+    assert _RUNTIMES.get(third).plan.dispatch is _RUNTIMES.get(key).plan.dispatch
     changed = api.make_flex_key_for_new_mask_after_dispatch(
         [[0, 64]],
         [[0, 64]],
@@ -340,12 +341,12 @@ def test_a_key_shows_its_mask_and_its_padding():
 def test_the_cache_is_bounded_and_a_dropped_key_still_works(monkeypatch):
     monkeypatch.setenv("MAGI_ATTENTION_DIST_ATTN_RUNTIME_DICT_SIZE", "3")
     keys = [api.magi_attn_varlen_key([0, n], [0, n]) for n in range(10, 60)]
-    assert len(api._RUNTIMES) == 3
+    assert len(_RUNTIMES) == 3
     x = torch.randn(10, 2)
     torch.testing.assert_close(api.undispatch(api.dispatch(x, keys[0]), keys[0]), x)
     assert api.get_most_recent_key(None) == keys[-1]
     api.clear_cache()
-    assert len(api._RUNTIMES) == 0
+    assert len(_RUNTIMES) == 0
     with pytest.raises(ValueError, match="cp_group: no key"):
         api.get_most_recent_key(None)
     torch.testing.assert_close(api.undispatch(api.dispatch(x, keys[0]), keys[0]), x)
@@ -354,10 +355,10 @@ def test_the_cache_is_bounded_and_a_dropped_key_still_works(monkeypatch):
 def test_the_least_recently_used_plan_is_dropped_first(monkeypatch):
     monkeypatch.setenv("MAGI_ATTENTION_DIST_ATTN_RUNTIME_DICT_SIZE", "2")
     first, second = (api.magi_attn_varlen_key([0, n], [0, n]) for n in (8, 9))
-    plans = [api._RUNTIMES.get(key).plan for key in (second, first)]
+    plans = [_RUNTIMES.get(key).plan for key in (second, first)]
     api.magi_attn_varlen_key([0, 10], [0, 10])
-    assert api._RUNTIMES.get(first).plan is plans[1]
-    assert api._RUNTIMES.get(second).plan is not plans[0]
+    assert _RUNTIMES.get(first).plan is plans[1]
+    assert _RUNTIMES.get(second).plan is not plans[0]
 
 
 def test_configuration_objects_map_to_ours():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from megatron_magi.api.key import DistAttnRuntimeKey
+from megatron_magi.api.runtime import RuntimeCache, default_device
 from megatron_magi.attention import StaticPlans
 from megatron_magi.comm.agreement import told
-from megatron_magi.compat.runtime import DistAttnRuntimeKey, RuntimeCache, default_device
 from megatron_magi.config import MagiConfig
 from megatron_magi.plan import RankPlan
 

@@ -1,121 +1,24 @@
-"""Keys: values that stand for a planned mask, and the plans behind them."""
+"""The plans behind keys, and what is made of them on a device; one cache of both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.calibration import with_present_rates
 from megatron_magi.checks import renamed
 from megatron_magi.comm.agreement import Agreement, start_agreement
 from megatron_magi.comm.dispatch import UndispatchArgs
 from megatron_magi.comm.group_collective import GroupCastArgs
 from megatron_magi.comm.roll import RollArgs, make_roll_args
-from megatron_magi.compat.masks import RangeLists, range_lists
-from megatron_magi.compat.padding import apply_padding
-from megatron_magi.compat.ranges import AttnRanges
-from megatron_magi.compat.types import AttnMaskType, DistAttnConfig, dist_attn_config_of
-from megatron_magi.config import MagiConfig
-from megatron_magi.lru import LruCache
-from megatron_magi.mask import AttnMask
 from megatron_magi.plan import Dispatch, Plan, RankPlan, make_plan
-from megatron_magi.upload import current_device, upload
+from megatron_magi.runtime.lru import LruCache
+from megatron_magi.runtime.upload import current_device, upload
 
 _INDEX_BYTES = 8
-
-
-@dataclass(frozen=True)
-class DistAttnRuntimeKey:
-    """A mask over a context-parallel group, as a hashable value: equal content, equal key.
-
-    Attributes:
-        mask: over the sequence without padding.
-        num_heads_q, num_heads_kv, head_dim: of the attention; None when not told.
-        cp_group: the ranks; None is one rank.
-        config: everything that decides the plan and how it runs.
-        key_for_dispatch: the key whose distribution of tokens this one shares.
-        total_seqlen: tokens, padding included.
-        pad_size: tokens that pad the sequence at its end.
-    """
-
-    mask: AttnMask
-    num_heads_q: int | None
-    num_heads_kv: int | None
-    head_dim: int | None
-    cp_group: dist.ProcessGroup | None
-    config: MagiConfig
-    key_for_dispatch: DistAttnRuntimeKey | None = None
-    total_seqlen: int = field(default=0, compare=False)
-    pad_size: int = field(default=0, compare=False)
-
-    def __deepcopy__(self, _memo: dict) -> DistAttnRuntimeKey:
-        """The key itself: it never changes, and its group, which nothing can copy, is the same to copies of a model."""
-        return self
-
-    @property
-    def q_ranges(self) -> AttnRanges:
-        """Queries of each slice; padding, if there is any, is the last slice and sees no key."""
-        return self._slices()[0]
-
-    @property
-    def k_ranges(self) -> AttnRanges:
-        """Keys of each slice."""
-        return self._slices()[1]
-
-    @property
-    def attn_mask_type(self) -> tuple[AttnMaskType, ...]:
-        """Type of each slice."""
-        return tuple(self._slices()[2])
-
-    def _slices(self) -> RangeLists:
-        slices = range_lists(self.mask.table)
-        return apply_padding(*slices, self.mask.total_seqlen_q, self.pad_size) if self.pad_size else slices
-
-    @property
-    def dist_attn_config(self) -> DistAttnConfig:
-        """The part of ``config`` that a `DistAttnConfig` can express."""
-        return dist_attn_config_of(self.config)
-
-    @property
-    def uneven_shard(self) -> bool:
-        """Whether shards may differ in length."""
-        return self.config.dispatch.uneven_shard
-
-    @property
-    def is_deterministic_mode_enable(self) -> bool:
-        """Whether results repeat bit by bit."""
-        return self.config.attend.deterministic
-
-    @property
-    def total_seqlen_q(self) -> int:
-        """Tokens, padding included."""
-        return self.total_seqlen
-
-    @property
-    def total_seqlen_k(self) -> int:
-        """Tokens, padding included."""
-        return self.total_seqlen
-
-    @property
-    def chunk_size(self) -> int | None:
-        """Tokens a chunk, None where it was left to the planner."""
-        return self.config.dispatch.chunk_size
-
-
-def ranks_per_node_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> int | None:
-    """Ranks that share a node: those along the second dimension of a mesh of two; None where nothing says so.
-
-    Nor does a mesh whose ranks do not rise along it: in its group, which is in the order of ranks, those of a node are
-    no neighbours.
-    """
-    if not isinstance(cp_group_or_mesh, DeviceMesh) or cp_group_or_mesh.ndim != 2:
-        return None
-    ranks = cp_group_or_mesh.mesh.flatten().tolist()
-    return cp_group_or_mesh.size(1) if ranks == sorted(ranks) else None
 
 
 def default_device(group: dist.ProcessGroup | None) -> torch.device:

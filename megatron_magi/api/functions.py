@@ -1,19 +1,4 @@
-"""The public functions, with the names, arguments and results that users of MagiAttention know.
-
-A mask becomes a *key*; with it tensors are dispatched to ranks, attention is computed, and results are
-brought back::
-
-    key = magi_attn_flex_key(q_ranges, k_ranges, attn_mask_type, ...)
-    local_x = dispatch(x, key)
-    local_out, meta = calc_attn(local_q, local_k, local_v, key)
-    out = undispatch(local_out, key)
-
-Making a key is collective over its group and needs the same arguments on every rank. Ranks that
-disagree find out when the key is first used to communicate.
-
-Under `torch.compile` these functions run as they are, between compiled graphs: planning and
-communication are no tensor programs.
-"""
+"""The public functions: keys, dispatch, attention."""
 
 from __future__ import annotations
 
@@ -21,53 +6,33 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from megatron_magi.api import arguments
+from megatron_magi.api.key import DistAttnRuntimeKey
+from megatron_magi.api.make_key import made_on_all_ranks, new_key, new_mask_key, values_to_compare
+from megatron_magi.api.mask_types import GeneralAttnMaskType
+from megatron_magi.api.masks import mask_from_ranges, mask_of_key
+from megatron_magi.api.runtime import RuntimeCache, default_device
+from megatron_magi.api.static_key import StaticKey
 from megatron_magi.attention import distributed_attention
 from megatron_magi.checks import IntArrayLike, flag, instance, integer, renamed
 from megatron_magi.comm import dispatch as _dispatch
 from megatron_magi.comm import roll as _roll
 from megatron_magi.comm.agreement import told
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.compat import arguments, exports
-from megatron_magi.compat.exports import *  # noqa: F403, every name of its `__all__`, and of no other, is ours too
-from megatron_magi.compat.exports import (
-    AttnForwardMeta,
-    DistAttnConfig,
-    DistAttnRuntimeKey,
-    GeneralAttnMaskType,
-    MagiConfig,
-)
-from megatron_magi.compat.keys import made_on_all_ranks, new_key, new_mask_key, values_to_compare
-from megatron_magi.compat.masks import mask_from_ranges, mask_of_key
-from megatron_magi.compat.runtime import RuntimeCache, default_device
-from megatron_magi.compat.static_keys import StaticKey
-from megatron_magi.eager import outside_graphs
+from megatron_magi.config import MagiConfig
+from megatron_magi.operands.meta import AttnForwardMeta
+from megatron_magi.runtime.no_compile import outside_graphs
 
-__all__ = [
-    "StaticKey",
-    "calc_attn",
-    "clear_cache",
-    "dispatch",
-    "get_most_recent_key",
-    "get_position_ids",
-    "magi_attn_flex_dispatch",
-    "magi_attn_flex_key",
-    "magi_attn_varlen_dispatch",
-    "magi_attn_varlen_key",
-    "make_flex_key_for_new_mask_after_dispatch",
-    "make_static_key",
-    "make_varlen_key_for_new_mask_after_dispatch",
-    "roll",
-    "roll_simple",
-    "undispatch",
-]
-__all__ += exports.__all__
+if TYPE_CHECKING:
+    from megatron_magi.api.compat_names import DistAttnConfig
 
 # Where frames between a caller and a function here come from: this package, and torch, see `outside_graphs`.
-_OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
+_OURS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 # The interface has keys without owners, so their plans live here: `clear_cache` empties it.
 _RUNTIMES = RuntimeCache()
 

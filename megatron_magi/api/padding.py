@@ -1,17 +1,24 @@
-"""Padding of tensors and of masks, for code that pads by itself. Keys need none of it: they pad what they dispatch."""
+"""Padding of tensors, for code that pads by itself. Keys need none of it: they pad what they dispatch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
+from megatron_magi.api.arguments import fill_number, tensor
 from megatron_magi.checks import int_at_least, integer
 from megatron_magi.comm.dispatch import as_filled, value_as_filled
-from megatron_magi.compat.arguments import fill_number, tensor
-from megatron_magi.compat.ranges import AttnRanges
-from megatron_magi.compat.types import AttnMaskType, GeneralAttnMaskType, as_ranges, mask_types
-from megatron_magi.mask import AttnRange
+
+
+def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
+    """Tokens that fill a sequence up to a multiple of ``chunk_size * cp_size``.
+
+    A key computes its own padding (``key.pad_size``); this is for code that wants to know it before.
+
+    Raises:
+        ValueError: ``cp_size`` or ``chunk_size`` is not positive, or a number is no integer.
+    """
+    cp_size, chunk_size = int_at_least(cp_size, "cp_size", 1), int_at_least(chunk_size, "chunk_size", 1)
+    return -int_at_least(total_seqlen_q, "total_seqlen_q", 0) % (cp_size * chunk_size)
 
 
 def pad_at_dim(x: torch.Tensor, dim: int, pad_size: int, value: float = 0.0, side: str = "right") -> torch.Tensor:
@@ -56,35 +63,6 @@ def unpad_at_dim(x: torch.Tensor, dim: int, pad_size: int) -> torch.Tensor:
     if length < 0:
         raise ValueError(f"pad_size: {pad_size}, but x has {x.shape[dim]} entries along dimension {dim}")
     return x.narrow(dim, 0, length)
-
-
-def apply_padding(
-    q_ranges: Iterable,
-    k_ranges: Iterable,
-    attn_mask_type: GeneralAttnMaskType,
-    total_seqlen: int,
-    pad_size: int,
-) -> tuple[AttnRanges, AttnRanges, list[AttnMaskType]]:
-    """The slices of a mask and one more: of the padding at the end, which sees no key.
-
-    Args:
-        q_ranges, k_ranges, attn_mask_type: the mask, see `megatron_magi.api.magi_attn_flex_key`.
-        total_seqlen: tokens before the padding.
-        pad_size: tokens of padding.
-
-    Returns:
-        New ``(q_ranges, k_ranges, attn_mask_type)`` with ``[total_seqlen, total_seqlen + pad_size)``, ``[0, 0)`` and
-        `AttnMaskType.FULL` at their ends.
-
-    Raises:
-        ValueError: an argument is wrong.
-    """
-    start, pad_size = int_at_least(total_seqlen, "total_seqlen", 0), int_at_least(pad_size, "pad_size", 0)
-    queries, keys = (AttnRanges(as_ranges(r, name)) for r, name in ((q_ranges, "q_ranges"), (k_ranges, "k_ranges")))
-    types = [AttnMaskType.from_int_type(number) for number in mask_types(attn_mask_type, len(queries))]
-    queries.append(AttnRange(start, start + pad_size))
-    keys.append(AttnRange(0, 0))
-    return queries, keys, [*types, AttnMaskType.FULL]
 
 
 def _dimension(x: torch.Tensor, dim: int) -> int:

@@ -72,6 +72,16 @@ def test_editing_position_ids_does_not_change_later_dispatches():
     assert api.get_position_ids(key).tolist() == list(range(8))
 
 
+def test_no_configuration_is_the_default_one_of_every_kind(monkeypatch):
+    monkeypatch.setenv("MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE", "1")
+    keys = [
+        api.magi_attn_varlen_key([0, 64], [0, 64], 4, 2, 32, chunk_size=8, dist_attn_config=config)
+        for config in (None, api.DistAttnConfig())
+    ]
+    assert keys[0] == keys[1] and keys[0].config.overlap.hide_tail_reduce
+    assert keys[0].dist_attn_config == api.DistAttnConfig(api.DispatchConfig(chunk_size=8))
+
+
 def test_a_new_mask_is_planned_for_the_heads_it_is_given():
     def new_cost(key, **shape):
         new = api.make_flex_key_for_new_mask_after_dispatch([[0, 8]], [[0, 8]], "full", key, **shape)

@@ -1,17 +1,15 @@
-"""Masks as range lists: what users of MagiAttention pass to ``magi_attn_flex_key``."""
+"""The mask of a key, from ranges or from cumulative lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
+from megatron_magi.api.mask_types import GeneralAttnMaskType, as_ranges, mask_types
 from megatron_magi.checks import IntArrayLike, flag, int_array, int_at_least
-from megatron_magi.compat.types import AttnMaskType, AttnRanges, GeneralAttnMaskType, as_ranges, mask_types
-from megatron_magi.mask import AttnMask, AttnRange, builders
-from megatron_magi.mask.documents import Documents, cumulative
-
-RangeLists = tuple[AttnRanges, AttnRanges, list[AttnMaskType]]
+from megatron_magi.mask import AttnMask, AttnRanges, builders
+from megatron_magi.mask.documents import cumulative
 
 
 def mask_from_ranges(
@@ -59,58 +57,6 @@ def _check_same_tokens(name: str, total_q: int, total_k: int) -> None:
         )
 
 
-def infer_attn_mask_from_sliding_window(
-    q_range: AttnRange | Sequence[int], k_range: AttnRange | Sequence[int], window_size: tuple[int, int]
-) -> RangeLists:
-    """A sliding window inside one rectangle of queries and keys.
-
-    The last query is aligned with the last key; queries aligned with no key see nothing.
-
-    Args:
-        q_range, k_range: the rectangle.
-        window_size: ``(left, right)`` keys visible on each side of the query's own; -1 is unlimited.
-
-    Returns:
-        ``(q_ranges, k_ranges, attn_mask_type)`` of at most three slices.
-
-    Raises:
-        ValueError: ``window_size`` is not a pair of integers from -1 on, or a range is wrong.
-    """
-    left, right = _window(window_size)
-    q, k = (AttnRange.from_range(r, name=name) for r, name in ((q_range, "q_range"), (k_range, "k_range")))
-    for range_, name in ((q, "q_range"), (k, "k_range")):
-        if range_.start < 0:
-            raise ValueError(f"{name}: tokens are counted from 0, got {range_!r}")
-    docs = Documents(*(np.array([bound], dtype=np.int64) for bound in (q.start, q.end, k.start, k.end)))
-    return range_lists(builders.window_slices(docs, left, right, 0))
-
-
-def infer_attn_mask_from_cu_seqlens(
-    cu_seqlens_q: IntArrayLike,
-    cu_seqlens_k: IntArrayLike,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    global_window_size: int = 0,
-) -> tuple[AttnRanges, AttnRanges, list[AttnMaskType], int, int]:
-    """Packed documents, full, causal or with a sliding window.
-
-    Args:
-        cu_seqlens_q, cu_seqlens_k: int ``[num_documents + 1]``, cumulative lengths from 0.
-        causal: causal inside each document; ``window_size`` must then be left alone.
-        window_size: as in `infer_attn_mask_from_sliding_window`.
-        global_window_size: leading keys of each document that stay visible outside the window,
-            as far as the window's right bound allows.
-
-    Returns:
-        ``(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)``.
-
-    Raises:
-        ValueError: a window with ``causal``, or lengths that are wrong or disagree.
-    """
-    mask = mask_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal, window_size, global_window_size)
-    return (*range_lists(mask.table), mask.total_seqlen_q, mask.total_seqlen_k)
-
-
 def mask_from_cu_seqlens(
     cu_seqlens_q: IntArrayLike,
     cu_seqlens_k: IntArrayLike,
@@ -119,7 +65,7 @@ def mask_from_cu_seqlens(
     global_window_size: int = 0,
 ) -> AttnMask:
     """The mask whose range lists `infer_attn_mask_from_cu_seqlens` returns, with its arguments and errors."""
-    left, right = _window(window_size)
+    left, right = window_of(window_size)
     global_window_size = int_at_least(global_window_size, "global_window_size", 0)
     flag(causal, "causal")
     cu_q, cu_k = cumulative(cu_seqlens_q, "cu_seqlens_q"), cumulative(cu_seqlens_k, "cu_seqlens_k")
@@ -153,17 +99,13 @@ def mask_of_key(
     return mask
 
 
-def _window(window_size: tuple[int, int]) -> tuple[int, int]:
+def window_of(window_size: tuple[int, int]) -> tuple[int, int]:
+    """The keys visible on each side of a query's own, -1 for all.
+
+    Raises:
+        ValueError: not a pair of integers from -1 on.
+    """
     window = int_array(window_size, "window_size").tolist()
     if len(window) != 2 or min(window) < -1:
         raise ValueError(f"window_size: expected (left, right), each -1 or more, got {window_size}")
     return window[0], window[1]
-
-
-def range_lists(table: np.ndarray) -> RangeLists:
-    """Queries, keys and types of slices, int64 ``[n, 5]`` as `AttnMask.table`."""
-    return (
-        AttnRanges.from_ranges(table[:, :2]),
-        AttnRanges.from_ranges(table[:, 2:4]),
-        [AttnMaskType.from_int_type(t) for t in table[:, 4].tolist()],
-    )

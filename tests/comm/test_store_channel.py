@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megatron_magi.comm.board import Board
+from megatron_magi.comm.store_channel import Board
 
 
 def boards_of_two_lives(rank, num_ranks):
