@@ -51,7 +51,7 @@ SECTIONS = [
 
 
 INTERNAL = {
-    "packed", "bands_untightened", "digest", "layer_mask", "rank_plan",
+    "packed", "bands_untightened", "digest", "layer_mask", "rank_plan", "table_backend",
     "cp_enabled", "non_dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim_names",
 }  # fmt: skip
 """Members of classes that other parts of the package use."""

@@ -74,7 +74,7 @@ TAIL = """## A mask that is not here
 Dispatch, communication and kernels take any set of slices, so a new mask needs no change of the package. With Megatron
 `--magi-mask FILE.py:FUNCTION` names a function that returns it for each microbatch ([how](megatron.md#other-masks)); in
 a loop of your own `magi_attn_flex_key(*mask.to_ranges(), cp_group_or_mesh=group)` makes its [key](own_loop.md). To give
-it a name in the package, see [contributing](../CONTRIBUTING.md#a-new-mask).
+it a name in the package, see [the recipe](recipes/mask.md).
 """
 
 

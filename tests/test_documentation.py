@@ -1,5 +1,6 @@
 """The documentation's examples run, and its links lead somewhere."""
 
+import ast
 import importlib.util
 import math
 import re
@@ -12,7 +13,7 @@ import megatron_magi
 from megatron_magi.testing.megatron_launch import launch
 
 ROOT = Path(megatron_magi.__file__).parents[1]
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))]
 HF_PAGES = ["docs/hugging_face.md", "docs/rollouts.md"]
 
 
@@ -117,8 +118,67 @@ def test_every_builder_is_in_the_gallery():
 
 
 def test_every_refused_argument_of_megatron_is_in_the_documents():
-    guide = (ROOT / "docs/megatron.md").read_text()
+    guide = "".join((ROOT / f"docs/megatron_{part}.md").read_text() for part in ("refused", "reference"))
     source = (ROOT / "megatron_magi/mcore/validate.py").read_text()
     refused = set(re.findall(r'"(\w+): ', source)) | {"qk_clip", "log_max_attention_logit", "logits_load_dir"}
     assert len(refused) > 10
     assert [name for name in sorted(refused) if name not in guide] == []
+
+
+GUIDES = [
+    "CONTRIBUTING.md",
+    "docs/internals/tour.md",
+    *sorted(page for page in PAGES if page.startswith("docs/recipes/")),
+]
+PLACE = re.compile(r"`([\w./-]+(?:\.(?:py|cu|cuh|cpp|hpp|toml|md)|/))(?::(\w+(?:\.\w+)?))?`")
+"""A file or folder, from the root of the repository or of the package, and the name of what is meant in it."""
+
+
+def names_in(path):
+    """Functions, classes, methods (also as Class.method) and variables of a file; if it is not Python, its words."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return set(re.findall(r"\w+", text))
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+    return found
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_places_in_the_code_that_guides_name_exist(page):
+    places = PLACE.findall((ROOT / page).read_text())
+    assert len(places) > 3
+    missing = []
+    for file, name in places:
+        path = next((root / file for root in (ROOT, ROOT / "megatron_magi") if (root / file).exists()), None)
+        if path is None or (name and name not in names_in(path)):
+            missing.append(f"{file}:{name}" if name else file)
+    assert missing == []
+
+
+def test_words_of_the_glossary_are_in_the_code():
+    (glossary,) = re.findall(
+        r"^## Glossary$(.*?)(?=^## |\Z)", (ROOT / "docs/design.md").read_text(), flags=re.DOTALL | re.M
+    )
+    rows = re.findall(r"^\| (`.*?`) \|", glossary, flags=re.MULTILINE)
+    words = [word for row in rows for word in re.findall(r"`(.*?)`", row)]
+    sources = [path for folder in ("megatron_magi", "csrc") for path in (ROOT / folder).rglob("*")]
+    code = "\n".join(p.read_text() for p in sources if p.suffix in (".py", ".cu", ".cuh", ".cpp", ".hpp"))
+    known = set(re.findall(r"\w+", code))
+    assert len(words) > 30
+    assert [word for word in words if word not in known] == []
+
+
+def test_every_package_says_which_of_its_files_to_read_first():
+    silent = []
+    for path in sorted((ROOT / "megatron_magi").rglob("*/__init__.py")):
+        parts = {other.stem for other in path.parent.glob("*.py")} | {other.name for other in path.parent.glob("*/")}
+        said = re.findall(r"`(\w+)`", ast.get_docstring(ast.parse(path.read_text())) or "")
+        silent += [] if parts & set(said) else [path.parent.name]
+    assert silent == []

@@ -11,6 +11,8 @@ brought back::
 Making a key is collective over its group and needs the same arguments on every rank. Ranks that
 disagree find out when the key is first used to communicate.
 
+The functions are in `functions`; `make_key` makes keys, `runtime` keeps what they stand for.
+
 Under `torch.compile` these functions run as they are, between compiled graphs: planning and
 communication are no tensor programs.
 """

@@ -1,4 +1,8 @@
-"""Attention over all ranks of a context-parallel group: execution of plans, and preparation of batches."""
+"""Attention over all ranks of a context-parallel group: execution of plans, and preparation of batches.
+
+`distributed` is the entrance and runs stages, `fused_comm` one launch; `prepared_batch` is what loader workers make,
+`capturable_plans` what CUDA graphs replay.
+"""
 
 from megatron_magi.attention.capturable_plans import StaticPlans, load_together
 from megatron_magi.attention.distributed import distributed_attention

@@ -1,1 +1,4 @@
-"""Implementations of attention over bands on one device; `base` says what they share, `registry` names them."""
+"""Implementations of attention over bands on one device; `base` says what they share, `registry` names them.
+
+Folders: `reference` (dense, the definition), `blocked` (torch, any device), `sm90` (kernels for Hopper GPUs).
+"""

@@ -1,4 +1,6 @@
-"""The rates of the GPU that is there: measured once by `python -m megatron_magi calibrate`, else those of its kind."""
+"""The rates of the GPU that is there: measured once by `python -m megatron_magi calibrate` (`measure`), else those of
+its kind (`kept`).
+"""
 
 from megatron_magi.calibration.kept import calibration_file, present_rates, with_present_rates
 

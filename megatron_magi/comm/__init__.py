@@ -1,5 +1,5 @@
-"""Moving tokens: takes tensors, index tensors and split sizes; knows no plan.
+"""Moving tokens between ranks: takes tensors, index tensors and split sizes; knows no plan.
 
-`dispatch` holds the sharding of whole tensors, `group_collective` the exchange of rows that
-attention needs, `agreement` the check that all ranks mean the same.
+`dispatch` shards whole tensors, `group_collective` exchanges the rows that attention needs, `transport` decides between
+NVLink, NCCL and gloo, `agreement` and `calls` check that all ranks mean the same.
 """

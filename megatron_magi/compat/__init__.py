@@ -1,4 +1,7 @@
-"""What users of MagiAttention know and nothing here needs; `megatron_magi.api` shows it, loaded when asked for."""
+"""What users of MagiAttention know and nothing here needs; `megatron_magi.api` shows it, loaded when asked for.
+
+`ranges` and `rectangles` are its value types, `algorithms` and `configs` its settings.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Learnable attention sinks for other kernels: FlashAttention 2, 3 and 4, and torch's own attention.
 
-The names and arguments of ``magi_attn_extensions``. A kernel is imported when its function is first called.
+The names and arguments of ``magi_attn_extensions``. A kernel is imported when its function is first called. `sink` has
+the arithmetic.
 """
 
 from megatron_magi.extensions.flash_attention_2 import (

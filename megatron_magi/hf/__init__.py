@@ -1,6 +1,7 @@
 """Hugging Face: ``attn_implementation="magi"`` for models of transformers, context parallelism in the Trainer.
 
-The only package that imports transformers and accelerate; importing it registers the attention.
+The only package that imports transformers and accelerate; importing it registers the attention (`attention`).
+`parallel` is context parallelism in a loop, accelerate and the Trainer; `shard` is a batch over ranks.
 """
 
 import importlib

@@ -1,4 +1,8 @@
-"""The adapter to Megatron: the only folder that imports megatron."""
+"""The adapter to Megatron: the only folder that imports megatron.
+
+Read `installation` and `seams` (all that is changed in Megatron), then `forward_step`. `validate` refuses arguments,
+`loader` and `planner` plan in workers, `core_attention` runs in the layers, `graphs` captures iterations.
+"""
 
 from megatron_magi.mcore.installation import install
 

@@ -14,7 +14,7 @@ How a target is touched:
 - ``exchanged in specs``: the class is taken out of layer specs, and ours put in.
 
 Refused, whatever the version says (`validate`): attention in FP8, FP4, CUDA graphs of layers with attention, Mamba
-layers under context parallelism, `--yaml-cfg`, `--hybrid-context-parallel` and what else docs/megatron.md lists.
+layers under context parallelism, `--yaml-cfg`, `--hybrid-context-parallel` and the rest of docs/megatron_refused.md.
 """
 
 from __future__ import annotations

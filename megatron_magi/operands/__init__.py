@@ -1,1 +1,1 @@
-"""What an attention pass takes and returns, and its checks; merging of partial results."""
+"""What a pass of attention takes and returns (`passes`), its options and checks (`options`), merging (`merge`)."""

@@ -1,4 +1,6 @@
-"""Batches out of samples: rollouts that share prefixes, and documents in microbatches of equal work."""
+"""Batches out of samples: rollouts that share prefixes (`prefix_tree`), and documents in microbatches of equal work
+(`balanced_sampler`).
+"""
 
 from megatron_magi.packing.balanced_sampler import BalancedSampler, causal_area, causal_work
 from megatron_magi.packing.prefix_tree import PrefixTree, make_prefix_tree

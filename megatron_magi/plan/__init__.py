@@ -1,4 +1,8 @@
-"""Who computes what and what travels when: pure data, made on the CPU."""
+"""Who computes what and what travels when: pure data, made on the CPU.
+
+`plan` is the entrance; `balance` decides which rank holds which tokens, `predict` predicts times, `types` is the
+result.
+"""
 
 from megatron_magi.plan.plan import Plan, PlanStats, dispatch_from_chunks, make_dispatch, make_plan
 from megatron_magi.plan.plan_set import PlanSet

@@ -1,1 +1,3 @@
-"""What parts of the package share at run time: a cache, memory between processes and on devices, graphs, libraries."""
+"""What parts of the package share at run time: a cache (`lru`), memory between processes (`shm_transport`) and on
+devices (`upload`), graphs, libraries.
+"""

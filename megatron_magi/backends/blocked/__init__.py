@@ -1,1 +1,1 @@
-"""Attention in torch, block by block, on any device."""
+"""Attention in torch, block by block, on any device. Read `attention` first."""
