@@ -204,6 +204,8 @@ def test_without_queries_keys_or_batch_it_is_what_torch_computes(case, layout, k
         options = {"attn_mask": torch.ones(sq, sk, dtype=torch.bool, device=device)}
     out, lse = sdpa_func_with_sink(*inputs, layout, enable_gqa=True, return_lse=True, **options)
     right = torch.nn.functional.scaled_dot_product_attention(*inputs[:3], enable_gqa=True, **options)
+    if right is None:  # of torch's fused kernels without a batch
+        right = torch.zeros_like(inputs[0])
     assert torch.equal(out, right) and out.dtype == right.dtype
     assert lse.shape == out.shape[:3]
     torch.testing.assert_close(lse, torch.full_like(lse, 1 + math.log(2)))
