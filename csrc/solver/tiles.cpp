@@ -1,5 +1,5 @@
-// Called by megatron_magi/backends/sm90/cpp_tiles.py: begins a plan, finds its passes or takes given ones, and writes the
-// plan to memory of the caller, which ends it. Results are equal to those of the Python planner.
+// Called by megatron_magi/backends/sm90/cpp_tiles.py: begins a plan, finds its passes or takes given ones, and writes
+// the plan to memory of the caller, which ends it. Results are equal to those of the Python planner.
 #include "tiles.hpp"
 
 #define MAGI_EXPORT extern "C" __attribute__((visibility("default")))
