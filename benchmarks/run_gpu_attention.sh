@@ -23,8 +23,8 @@ part() {
   echo "== $name: exit $code after $((SECONDS - begin)) s"
 }
 
-TESTS=${TESTS-tests/ops}
-costs=tests/ops/test_ffa_resources.py # times of the host: alone
+TESTS=${TESTS-tests/ops tests/backends}
+costs=tests/backends/sm90/test_resources.py # times of the host: alone
 # shellcheck disable=SC2086  # several folders, several arguments
 if [ -n "$TESTS" ]; then
   LINES_SHOWN=40 part attention_tests "${TESTS_S:-270}" \

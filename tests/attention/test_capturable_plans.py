@@ -15,7 +15,7 @@ from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import RankPlan, make_plan
 from tests.attention.cases import random_mask
-from tests.ops.fake_driver import fake_driver
+from tests.backends.sm90.fake_driver import fake_driver
 
 ROWS = 1024
 CPU = torch.device("cpu")

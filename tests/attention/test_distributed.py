@@ -19,7 +19,7 @@ from megatron_magi.ops.slice_passes import resolve_impl
 from megatron_magi.plan import Plan, make_plan
 from megatron_magi.testing.error_budget import assert_within_budget
 from tests.attention import cases as cs
-from tests.ops.ffa_cases import Inputs, assert_as_good, plain_attention
+from tests.backends.sm90.cases import Inputs, assert_as_good, plain_attention
 
 
 def run_case(case: cs.Case, cp_rank: int, plan: Plan, device: str = "cpu") -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
-from tests.ops.fake_driver import fake_driver
+from tests.backends.sm90.fake_driver import fake_driver
 
 MASKS = [[60], [8200], [256] * 64]
 FAR = -bd.NO_DIAGONAL, bd.NO_DIAGONAL

@@ -28,7 +28,7 @@ from megatron_magi.plan import make_plan
 from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.upload import PackedArrays
 from tests.attention import cases as cs
-from tests.ops.fake_driver import fake_driver
+from tests.backends.sm90.fake_driver import fake_driver
 
 CPU = torch.device("cpu")
 SHAPE = AttnShape(4, 2, 128, 128, torch.bfloat16, num_sms=132)

@@ -17,7 +17,7 @@ from megatron_magi.mask import builders
 from megatron_magi.plan import make_plan
 from megatron_magi.runtime.lru import LruCache
 from tests.attention.test_prepared_batch import CPU, MASKS, SHAPE, attend, refuse
-from tests.ops.fake_driver import USE_STREAMS, fake_driver
+from tests.backends.sm90.fake_driver import USE_STREAMS, fake_driver
 
 PROGRAMS = backend_that("programs", "ffa").programs
 

@@ -1,8 +1,6 @@
 import pytest
 import torch
 
-from tests.ops.fake_driver import fake_driver
-
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -11,10 +9,3 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """Names of the kernels that were queued, on a machine without any."""
-    with fake_driver(monkeypatch) as names:
-        yield names

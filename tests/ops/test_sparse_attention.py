@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
-from tests.ops.sparse_cases import csr_of_mask, lists_with_gaps, random_mask
+from tests.backends.sm90.sparse_cases import csr_of_mask, lists_with_gaps, random_mask
 
 
 def tensors(num_rows, num_keys, heads=(4, 2), dim=8, seed=0):

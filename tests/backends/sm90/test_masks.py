@@ -11,7 +11,7 @@ from megatron_magi.backends.sm90 import kernels as hopper_kernels
 from megatron_magi.mask import AttnMask
 from megatron_magi.operands.options import make_options
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
-from tests.ops.ffa_cases import Inputs, assert_as_good, plain_attention
+from tests.backends.sm90.cases import Inputs, assert_as_good, plain_attention
 from tests.ops.naive import Case, masks, packed_causal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]

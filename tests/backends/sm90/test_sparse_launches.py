@@ -14,7 +14,7 @@ from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.cuda.driver import Kernel
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
-from tests.ops.fake_driver import fake_driver
+from tests.backends.sm90.fake_driver import fake_driver
 
 
 @pytest.fixture

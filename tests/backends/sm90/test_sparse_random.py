@@ -10,7 +10,7 @@ import torch
 from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.backends.sm90 import tuning
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
-from tests.ops.sparse_cases import (
+from tests.backends.sm90.sparse_cases import (
     Case,
     check_backward,
     check_forward,

@@ -18,7 +18,7 @@ from megatron_magi.cuda.layout import Layout
 from megatron_magi.mask import builders
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import ForwardInputs, ForwardOutput
-from tests.ops.fake_driver import fake_driver
+from tests.backends.sm90.fake_driver import fake_driver
 
 N, HEADS, HEADS_KV, DIM = 2048, 8, 2, 128
 SLOTS = ("scratch", "q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")

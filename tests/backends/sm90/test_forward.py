@@ -10,8 +10,7 @@ from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.backends.sm90 import kernels as hopper_kernels
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import ForwardInputs, ForwardOutput
-from tests.gpu_memory import needs_gigabytes
-from tests.ops.ffa_cases import (
+from tests.backends.sm90.cases import (
     FREE,
     MASKS,
     NARROW_DIMS,
@@ -25,6 +24,7 @@ from tests.ops.ffa_cases import (
     run_forward,
     table,
 )
+from tests.gpu_memory import needs_gigabytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 

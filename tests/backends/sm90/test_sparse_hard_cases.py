@@ -8,8 +8,8 @@ import torch
 from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
+from tests.backends.sm90.sparse_cases import check_backward, check_forward, csr_of_mask, make_case, random_mask, to_cuda
 from tests.gpu_memory import needs_gigabytes
-from tests.ops.sparse_cases import check_backward, check_forward, csr_of_mask, make_case, random_mask, to_cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 

@@ -12,7 +12,7 @@ from benchmarks.soak.attention import all_caches, random_mask
 from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
-from tests.ops.fake_driver import fake_driver
+from tests.backends.sm90.fake_driver import fake_driver
 
 ROWS, MASKS, FIRST, KEPT = 512, 160, 60, 8
 

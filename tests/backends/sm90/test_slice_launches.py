@@ -14,7 +14,7 @@ from megatron_magi.mask import builders
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_operator import slice_attention_traced
 from megatron_magi.runtime.lru import LruCache
-from tests.ops.ffa_cases import pack_heads
+from tests.backends.sm90.cases import pack_heads
 
 N = 512
 MASKS = [builders.varlen(doc_lengths=lengths) for lengths in ([200, 312], [100, 30, 382])]

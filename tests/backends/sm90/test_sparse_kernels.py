@@ -10,8 +10,7 @@ from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.sparse_lists import lists_of, lists_of_mask, lists_of_queries
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
-from tests.gpu_memory import needs_gigabytes
-from tests.ops.sparse_cases import (
+from tests.backends.sm90.sparse_cases import (
     check_backward,
     check_forward,
     csr_of_mask,
@@ -20,6 +19,7 @@ from tests.ops.sparse_cases import (
     random_mask,
     to_cuda,
 )
+from tests.gpu_memory import needs_gigabytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 

@@ -17,8 +17,7 @@ from megatron_magi.backends.sm90.plan import Tiling
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, Gradients
 from megatron_magi.ops.slice_attention import slice_attention
-from tests.gpu_memory import needs_gigabytes
-from tests.ops.ffa_cases import (
+from tests.backends.sm90.cases import (
     FREE,
     MASKS,
     NARROW_DIMS,
@@ -35,6 +34,7 @@ from tests.ops.ffa_cases import (
     run_forward,
     table,
 )
+from tests.gpu_memory import needs_gigabytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 

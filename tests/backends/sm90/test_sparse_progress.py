@@ -11,9 +11,9 @@ from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.support import sm_count
 from megatron_magi.operands.sparse_pattern import SparsePattern
+from tests.backends.sm90.hold_sms import sms_taken
+from tests.backends.sm90.sparse_cases import Case, make_case
 from tests.gpu_memory import needs_gigabytes
-from tests.ops.hold_sms import sms_taken
-from tests.ops.sparse_cases import Case, make_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 

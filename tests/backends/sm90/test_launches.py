@@ -15,7 +15,7 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.runtime.lru import LruCache
-from tests.ops.test_ffa_host import tensors
+from tests.backends.sm90.test_host import tensors
 
 
 def test_passes_keep_their_plans_and_are_bounded_by_the_memory_of_these(launched, monkeypatch):

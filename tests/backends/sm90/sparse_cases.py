@@ -9,7 +9,7 @@ import torch
 from megatron_magi.backends.reference import sparse as sparse_reference
 from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
-from tests.ops.ffa_cases import assert_as_good
+from tests.backends.sm90.cases import assert_as_good
 
 
 @dataclass
