@@ -357,17 +357,16 @@ class StageTables(NamedTuple):
     """What `HostTables.make` returns.
 
     Attributes:
-        tables: of each stage; if passes are one launch over all stages, of the joined mask.
+        tables: of each stage, and where `StageMasks.is_fused`, of the joined mask at the end; of the joined mask alone
+            if there is ``seldom``.
         arrays: those of ``tables``, then those of ``seldom``.
         seldom: tables of the stages, if passes are one launch; needed only where a call cannot be.
-        joined: whether ``tables`` end with those of the joined mask.
         numbers: for `Programs.of_plan`; can be sent to another process.
     """
 
     tables: tuple[MaskTables, ...]
     arrays: list[np.ndarray]
     seldom: tuple[MaskTables, ...] | None
-    joined: bool
     numbers: Any
 
 

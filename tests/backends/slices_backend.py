@@ -60,7 +60,7 @@ class Tables:
         assert not masks.is_fused
         assert not masks.is_alone
         tables: tuple[MaskTables, ...] = tuple(SliceTables() for _ in masks.bands)
-        return StageTables(tables, [bands.copy() for bands in masks.bands], None, False, None)
+        return StageTables(tables, [bands.copy() for bands in masks.bands], None, None)
 
 
 def table_of(bands: np.ndarray) -> Tensor:

@@ -152,7 +152,7 @@ def make_stage_tables(masks: StageMasks, use: TableUse) -> StageTables:
             numbers = table.numbers
         else:
             tables.append(table)
-    return StageTables(tuple(tables), arrays, seldom, masks.is_fused, numbers)
+    return StageTables(tuple(tables), arrays, seldom, numbers)
 
 
 def _pass_shapes(masks: StageMasks, use: TableUse, problem: Problem) -> PassShapes | None:
