@@ -110,8 +110,10 @@ def check_inputs(
 def check_static(plan: RankPlan, backend: Backend, sanity_check: bool) -> None:
     """Raises ValueError if a static plan cannot be used: with another implementation, or with checks on the host."""
     bands = plan.bands[0]
-    if is_changing(bands) and (sanity_check or backend.name != bands.mask.backend):
-        of_other = backend.name != bands.mask.backend
+    if not is_changing(bands):
+        return
+    of_other = backend.name != bands.mask.backend
+    if of_other or sanity_check:
         what = f"with impl {bands.mask.backend!r} alone, not {backend.name!r}" if of_other else "without sanity_check"
         raise ValueError(f"rank_plan: a static key, or plans of StaticPlans, work {what}")
 

@@ -29,6 +29,9 @@ from megatron_magi.plan import RankPlan
 from megatron_magi.plan.types import own
 from megatron_magi.runtime.lru import LruCache
 
+_MOST_FORWARD_BYTES = kernel_costs_of(DEFAULT.device).most_forward_bytes
+"""Not by the GPU that is there: all ranks decide alike."""
+
 
 @dataclass(frozen=True)
 class Fetched:
@@ -54,7 +57,7 @@ class Fetched:
         if self.cast.num_ranks == 2 or self.cast.most is None:
             return True
         row_bytes = sum(t.shape[1] * t.shape[2] * t.element_size() for t in (k, v))
-        return self.cast.most[1] * row_bytes <= kernel_costs_of(DEFAULT.device).most_forward_bytes
+        return self.cast.most[1] * row_bytes <= _MOST_FORWARD_BYTES
 
     def published(self, x: torch.Tensor) -> torch.Tensor:
         """As of a `KeyTransfer`."""
