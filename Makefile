@@ -13,14 +13,20 @@ SYNCED := .venv/.synced
 # Not `te`, which would compile Transformer Engine; EXTRAS="megatron hf demo te" adds it.
 EXTRAS := megatron hf demo
 PYTEST_ARGS ?=
+# Tested beside the one of uv.lock.
+MEGATRON_VERSIONS := 0.18.2 0.19.0
+VERSION ?= 0.19.2
+TREE ?=
+VERSION_ARGS ?=
 DEMO_ARGS ?=
 
-.PHONY: help setup demo slurm-demo test lint docs format clean
+.PHONY: help setup demo slurm-demo test test-megatron lint docs format clean
 
 help:
 	@echo "make demo    pretrain a small GPT twice, stock and with --attention-backend magi, and compare"
 	@echo "make slurm-demo  train on a Slurm cluster of two nodes on this machine, interrupt it, compare (needs slurm-wlm)"
 	@echo "make test    run the CPU test suite (PYTEST_ARGS=... for more arguments)"
+	@echo "make test-megatron VERSION=0.18.2  test what depends on Megatron under another megatron-core (or TREE=folder)"
 	@echo "make lint    check style, the direction of imports, and the documents' links"
 	@echo "make docs    build the documents as a site, in build/site"
 	@echo "make format  apply the style"
@@ -45,7 +51,11 @@ slurm-demo: setup
 	$(PYTHON) pretrain_scripts/slurm/lab/demo.py
 
 test: setup
-	$(PYTHON) -m pytest $(PYTEST_ARGS)
+	$(PYTHON) -m pytest $(PYTEST_ARGS)$(if $(PYTEST_ARGS),,$(foreach v,$(MEGATRON_VERSIONS), && $(PYTHON) tests/megatron_versions.py --version $(v)))
+
+# What depends on Megatron, under another megatron-core: VERSION of PyPI, or TREE, a folder that has megatron/.
+test-megatron: setup
+	$(PYTHON) tests/megatron_versions.py $(if $(TREE),--tree $(TREE),--version $(VERSION)) $(VERSION_ARGS)
 
 CXX_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.hpp' '*.h')
 SHELL_SOURCES = $(shell git ls-files '*.sh' '*.sbatch')

@@ -177,6 +177,8 @@ def _patch_device_queries() -> None:
     _divert(cuda, "set_device", _answer(None))  # training/initialize.py:282
     _divert(cuda, "current_device", _answer(0))  # about 150 sites
     _divert(cuda, "synchronize", _answer(None))  # core/timers.py:152
+    _divert(cuda, "get_device_name", _answer("cpu"))  # main: core/ssm/ops/gdp/common.py:63
+    _divert(cuda, "get_device_capability", _answer((0, 0)))  # likewise
     properties = SimpleNamespace(name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=1)
     _divert(cuda, "get_device_properties", _answer(properties))  # training/utils/common_utils.py:504
 
@@ -249,5 +251,6 @@ def _patch_tensor() -> None:
 
     _divert(torch.Tensor, "to", to)  # the first move of a batch in the forward step
     _divert(torch.Tensor, "cuda", lambda original, self, *args, **kwargs: self)
+    _divert(torch.nn.Module, "cuda", lambda original, self, *args, **kwargs: self)  # 0.18: training/training.py:1733
     # core/optimizer/clip_grads.py:174, optimizer.py:1009 and distrib_optimizer.py:401 compare with CUDA's names.
     _divert(torch.Tensor, "type", type_name)

@@ -20,7 +20,10 @@ def install() -> None:
 
     @functools.wraps(stock_add)
     def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
-        return _mended(add_arguments(stock_add(parser)))
+        parser = _mended(add_arguments(stock_add(parser)))
+        known = {action.dest for action in parser._actions}
+        parser.set_defaults(**{name: value for name, value in seams.OPTIONS.items() if name not in known})
+        return parser
 
     @functools.wraps(stock_validate)
     def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Any:

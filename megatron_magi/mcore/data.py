@@ -12,6 +12,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_magi.mcore import seams
+
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
     """Megatron's data set configuration for a command line."""
@@ -49,6 +51,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
         "hybrid_context_parallel": args.hybrid_context_parallel,
         "inter_document_masking": args.dataloader_inter_document_masking,
     }
+    options = seams.named("core.datasets.gpt_dataset:GPTDatasetConfig", **options)
     if not args.fim_data:
         return GPTDatasetConfig(**options)
     from megatron.training.datasets.fim_dataset import GPTFIMDatasetConfig

@@ -51,23 +51,41 @@ def main(
 
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, training
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    model_config = gpt_config_from_args(args)
-    model_config.pre_wrap_hooks += [*pre_wrap_hooks, *_device_hooks(args)]
+    from megatron_magi.mcore import seams
+
+    model_config, transformer, model_provider = _model_parts(args, [*pre_wrap_hooks, *_device_hooks(args)])
     make_parts = _magi_parts if args.magi_attention else _stock_parts
     provider, forward_step = make_parts(args, dataset_provider)
     config = pretrain_cfg_container_from_args(args, model_cfg=model_config)
     pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
-    embedding_ranks = functools.partial(_embedding_ranks, args, model_config.transformer)
-    pretrain(
-        config,
-        provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
+    options = seams.named(
+        "training.training:pretrain",
+        train_valid_test_dataset_provider=provider,
+        model_provider=model_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
         store=store,
-        get_embedding_ranks=embedding_ranks,
+        get_embedding_ranks=functools.partial(_embedding_ranks, args, transformer),
     )
+    pretrain(config, **options)
+
+
+def _model_parts(args: Namespace, hooks: list[Callable]) -> tuple[Any, Any, Callable | None]:
+    """Megatron's configuration of the model, that of its transformer, and where it has no builder one of ours."""
+    from megatron.training import argument_utils, arguments
+
+    from megatron_magi.mcore import seams
+
+    if seams.needed("training.models.gpt:GPTModel"):
+        config = argument_utils.gpt_config_from_args(args)
+        config.pre_wrap_hooks += hooks
+        return config, config.transformer, None
+    from megatron_magi.mcore.model_provider import GPTProvider
+
+    transformer = arguments.core_transformer_config_from_args(args)
+    return None, transformer, GPTProvider(args, transformer, hooks)
 
 
 def _parse() -> Namespace:

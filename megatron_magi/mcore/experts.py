@@ -18,9 +18,10 @@ _Z_LOSS = "core.transformer.moe.router:TopKRouter.apply_z_loss"
 
 def install() -> None:
     """Makes Megatron's router leave padding out of its counts. Idempotent; nothing changes without padding."""
-    seams.put(_COUNTS, count_tokens)
-    seams.put(_BIAS, apply_expert_bias)
-    seams.put(_Z_LOSS, apply_z_loss)
+    repaired = {_COUNTS: count_tokens, _BIAS: apply_expert_bias, _Z_LOSS: apply_z_loss}
+    for target, function in repaired.items():
+        if seams.needed(target):
+            seams.put(target, function)
 
 
 def count_tokens(

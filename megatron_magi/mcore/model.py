@@ -20,7 +20,7 @@ from megatron_magi.mcore.layer_spec import check_attention, replace_core_attenti
 from megatron_magi.mcore.rotary import LatentRotary, select_positions, unslice
 from megatron_magi.mcore.settings import is_magi
 
-_BUILT = "training.models.gpt:GPTModel"
+_BUILT = ("training.models.gpt:GPTModel", "core.models.gpt:GPTModel")
 # Where these are in what GPTModel._preprocess returns.
 _ROTARY, _PADDING_MASK = 1, 5
 
@@ -122,11 +122,17 @@ class MagiGPTModel(MagiModelMixin, GPTModel):
 
 def install() -> None:
     """Megatron's builder builds `MagiGPTModel` where the command line asks for it. Idempotent."""
-    stock = seams.original(_BUILT)
+    for target in _BUILT:
+        if seams.needed(target):
+            _build_ours_at(target)
+
+
+def _build_ours_at(target: str) -> None:
+    stock = seams.original(target)
 
     # The builder names its model class as a global of its module, and no argument says it.
     @functools.wraps(stock, updated=())
     def build(*args: Any, **kwargs: Any) -> GPTModel:
         return (MagiGPTModel if is_magi() else stock)(*args, **kwargs)
 
-    seams.put(_BUILT, build)
+    seams.put(target, build)

@@ -93,6 +93,7 @@ def roll_tensor(
     dims: int = -1,
     cp_group: dist.ProcessGroup | None = None,
     packed_seq_params: Any = None,
+    **options: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Each token's successor; 0 at the end of a sequence (or of a document, with ``cu_seqlens``).
 
@@ -104,6 +105,7 @@ def roll_tensor(
         shifts, dims: -1 and the last dimension, the only ones that Megatron uses.
         cp_group: context-parallel ranks.
         packed_seq_params: the carrier; anything else goes to Megatron's own function.
+        **options: ``return_sum``, of Megatron 0.20: False where the caller does not want the count.
 
     Returns:
         ``(rolled, count)``. Of a loss mask, the one tensor here that is floating point and comes from
@@ -115,15 +117,17 @@ def roll_tensor(
     if tensor is None:
         return None, None
     if not isinstance(packed_seq_params, MagiSeqParams):
-        return seams.original(_ROLL)(tensor, shifts, dims, cp_group, packed_seq_params)
+        return seams.original(_ROLL)(tensor, shifts, dims, cp_group, packed_seq_params, **options)
     if shifts != -1 or dims not in (-1, tensor.dim() - 1):
         raise ValueError(f"shifts, dims: expected -1 and the last dimension, got {shifts} and {dims}")
     if tensor.dtype == torch.bool:
-        return tensor, tensor.sum()
+        return tensor, tensor.sum() if options.get("return_sum", True) else None
     layout = packed_seq_params.layout
     rows = tensor.reshape(-1)
     rolled = roll(rows, packed_seq_params.plans.successors(rows.device), cp_group)
     rolled = torch.where(layout.roll_keeps, rolled, torch.zeros_like(rolled)).view_as(tensor)
+    if not options.get("return_sum", True):
+        return rolled, None
     count = rolled.sum()
     if rolled.is_floating_point():
         # No caller divides by a sum of token ids, so only this one is worth a reduction.

@@ -1,8 +1,9 @@
 """Where this package holds on to Megatron and Transformer Engine: one table, checked when training starts.
 
-To port the package to another version of megatron-core, read `SEAMS` and correct what `check` names. Whatever
-is put into Megatron goes through `put`, which takes targets of the table only. Everything else of Megatron is
-used by its public names and arguments.
+A version of megatron-core is rows, not branches: `SEAMS` says from and until which release a row holds, `PARAMETERS`
+and `OPTIONS` what other releases call otherwise or do not have. To port the package to another version, correct what
+`check` names. Whatever is put into Megatron goes through `put`, which takes targets of the table only. Everything else
+of Megatron is used by its public names and arguments.
 
 How a target is touched:
 
@@ -22,10 +23,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
-from megatron_magi.mcore.versions import KNOWN_VERSIONS
+from megatron_magi.mcore.versions import KNOWN_VERSIONS, found_version, release
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ class Seam:
         fragment: text that its source must have.
         needs: ``te`` where the target exists with Transformer Engine only, ``no te`` where it matters without TE and
             Apex only, ``cpu`` where it is touched on machines without GPUs only.
+        since: first release that it holds for, such as ``0.19``; empty for all before.
+        until: first release that it holds for no longer; empty for all after.
+        mended: text that its source has where Megatron has mended itself what is repaired; the repair is then left out.
     """
 
     target: str
@@ -50,6 +53,9 @@ class Seam:
     why: str
     fragment: str = ""
     needs: str = ""
+    since: str = ""
+    until: str = ""
+    mended: str = ""
 
 
 _TRAINING, _ARGUMENTS = "training.training", "training.arguments"
@@ -69,7 +75,13 @@ SEAMS = (
     # Trainer
     Seam("training:pretrain", "wrapped", ("cfg_container", "forward_step_func"), "user_step", "another name of it"),
     Seam(f"{_TRAINING}:pretrain", "wrapped", ("cfg_container", "train_valid_test_dataset_provider", "model_type",
-         "forward_step_func"), "user_step", "dispatches what a user's forward step reads"),
+         "forward_step_func"), "user_step", "dispatches what a user's forward step reads", since="0.19"),
+    Seam(f"{_TRAINING}:pretrain", "wrapped", ("cfg_container", "train_valid_test_dataset_provider", "model_provider",
+         "model_type", "forward_step_func"), "user_step", "likewise, with a function that builds chunks", until="0.19"),
+    Seam("core.rerun_state_machine:RerunDataIterator.__next__", "relied on", ("self",), "loader",
+         "copies what it keeps for replays", fragment="copy.copy(n)", since="0.19"),
+    Seam("core.rerun_state_machine:RerunDataIterator.__next__", "repaired", ("self",), "wheel_repairs",
+         "keeps a copy for replays", fragment="self.saved_microbatches.append(n)", until="0.19"),
     Seam(f"{_TRAINING}:get_forward_backward_func", "wrapped", (), "trainer", "schedules get the padded length"),
     Seam(f"{_TRAINING}:FullCudaGraphWrapper", "wrapped", ("forward_backward_func", "cuda_graph_warmup_steps",
          "use_single_mempool"), "graphs", "captured iterations with plans that stay"),
@@ -84,11 +96,16 @@ SEAMS = (
     Seam(f"{_BLENDED}.__init__", "wrapped", ("cls", "sizes", "is_built_on_rank", "config"), "user_step",
          "every rank reads the data"),
     Seam("core.utils:get_batch_on_this_tp_rank", "wrapped", ("batch", "has_cu_seqlens",
-         "create_attention_mask_in_dataloader", "seq_length"), "user_step", "shards have their own length"),
+         "create_attention_mask_in_dataloader", "seq_length"), "user_step", "a shard has its own length",
+         since="0.19"),
+    Seam("core.utils:get_batch_on_this_tp_rank", "wrapped", ("batch", "is_sft",
+         "create_attention_mask_in_dataloader", "seq_length"), "user_step", "likewise", until="0.19"),
     Seam("core.utils:get_batch_on_this_cp_rank", "wrapped", ("batch",), "user_step", "a shard is cut already"),
     # Model
     Seam(f"{_BUILDER}:GPTModel", "wrapped", ("config", "transformer_layer_spec", "vocab_size", "mtp_block_spec"),
-         "model", "the builder names its class as a global"),
+         "model", "the builder names its class as a global", since="0.19"),
+    Seam("core.models.gpt:GPTModel", "wrapped", ("config", "transformer_layer_spec", "vocab_size", "mtp_block_spec"),
+         "model", "the builder, which is not in the wheel, imports it from here", until="0.19"),
     Seam(f"{_GPT}.__init__", "subclassed", ("config", "transformer_layer_spec", "vocab_size", "mtp_block_spec"),
          "model", "attention by plan"),
     Seam(f"{_GPT}.forward", "subclassed", ("input_ids", "position_ids", "attention_mask", "packed_seq_params",
@@ -112,7 +129,8 @@ SEAMS = (
     Seam("core.transformer.moe.router:get_tokens_per_expert_and_token_count", "repaired", ("routing_map",
          "reduce_group", "topk", "with_padding_mask"), "experts", "counts padded tokens"),
     Seam("core.transformer.moe.router:TopKRouter._apply_expert_bias", "repaired", ("self", "routing_map",
-         "padding_mask"), "experts", "likewise"),
+         "padding_mask"), "experts", "likewise", fragment="routing_map & (~padding_mask)",
+         mended="(~padding_mask).unsqueeze(-1)"),
     Seam("core.transformer.moe.router:TopKRouter.apply_z_loss", "repaired", ("self", "logits", "padding_mask"),
          "experts", "likewise", fragment="z_loss / moe_z_loss_coeff,"),
     Seam(f"{_GPT}.compute_language_model_loss", "subclassed", ("self", "labels", "logits"), "model",
@@ -139,7 +157,12 @@ SEAMS = (
          fragment="backend = TESpecProvider()"),
     Seam(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache", "repaired", ("self",
          "seq_len", "offset", "dtype", "packed_seq"), "wheel_repairs", "any number of context-parallel ranks",
-         fragment="self.forward(seq_len, offset, packed_seq)"),
+         fragment="self.forward(seq_len, offset, packed_seq)", until="0.20"),
+    Seam(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache", "repaired", ("self",
+         "seq_len", "offset", "dtype", "packed_seq", "cp_group"), "wheel_repairs", "likewise",
+         fragment="self.forward(seq_len, offset, packed_seq=packed_seq, cp_group=cp_group)", since="0.20"),
+    Seam("core.transformer.multi_token_prediction:is_inference_column_parallel_linear", "repaired", ("module",),
+         "wheel_repairs", "without Transformer Engine its classes are no classes", needs="no te", since="0.20"),
     Seam(f"{_LATENT}:MLASelfAttention._qkv_down_projection", "repaired", ("self", "hidden_states"), "wheel_repairs",
          "gradients of the rotary key from all heads",
          fragment="kv_combined, _ = self.linear_kv_down_proj(hidden_states)"),
@@ -164,7 +187,42 @@ SEAMS = (
     Seam("core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu", "replaced", ("tensor", "as_numpy",
          "record_stream"), "without_gpu", "a tensor that is on the CPU becomes an array too", needs="cpu"),
 )  # fmt: skip
-"""For megatron-core 0.19.2, with or without Transformer Engine, of which nothing itself is touched (tried: 2.20.2)."""
+"""For `KNOWN_VERSIONS` and main, with or without Transformer Engine, of which nothing itself is touched."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that some releases do not have.
+
+    Attributes:
+        target: the function or data class.
+        name: as this package says it.
+        older: what older releases call it; empty where they have nothing like it.
+        default: without such a parameter, the one value that means what the release does; ``...`` for any.
+    """
+
+    target: str
+    name: str
+    older: str = ""
+    default: Any = None
+
+
+PARAMETERS = (
+    Parameter("core.utils:get_batch_on_this_tp_rank", "has_cu_seqlens", older="is_sft"),
+    Parameter("core.utils:get_batch_on_this_cp_rank", "use_per_sequence_balancing", default=False),
+    Parameter("core.datasets.gpt_dataset:GPTDatasetConfig", "inter_document_masking", default=False),
+    # Sequences of a length are told apart by it where documents are packed, which these releases' loaders do not do.
+    Parameter("core.packed_seq_params:PackedSeqParams", "tokens_per_sample", default=...),
+    Parameter(f"{_TRAINING}:pretrain", "model_provider", default=...),
+)
+
+OPTIONS: dict[str, Any] = {
+    "dataloader_inter_document_masking": False,
+    "flash_attention_version": None,
+    "logits_load_dir": None,
+    "logits_save_dir": None,
+}
+"""Options of Megatron's command line that this package reads and some releases do not have, with their values there."""
 
 _CHANGING = ("replaced", "wrapped", "repaired")
 _ORIGINAL = "_megatron_magi_original"
@@ -181,11 +239,11 @@ def check(*, on_cpu: bool = False) -> None:
     Raises:
         ValueError: targets are missing or not as expected; names all of them.
     """
-    wanted = [seam for seam in SEAMS if seam.needs not in _absent(on_cpu)]
+    wanted = [seam for seam in SEAMS if seam.needs not in _absent(on_cpu) and _is_for(seam, found_version())]
     problems = [f"  {seam.target}: {problem}" for seam in wanted if (problem := _problem(seam))]
     if problems:
         raise ValueError(
-            f"megatron-core: version {metadata.version('megatron-core')} is not as megatron_magi knows it "
+            f"megatron-core: version {found_version()} is not as megatron_magi knows it "
             f"({', '.join(KNOWN_VERSIONS)}); see megatron_magi/mcore/seams.py\n" + "\n".join(problems)
         )
 
@@ -198,6 +256,44 @@ def _absent(on_cpu: bool) -> set[str]:
     return found | ({"te"} if not HAVE_TE else set()) | ({"cpu"} if not on_cpu else set())
 
 
+def _is_for(seam: Seam, version: str) -> bool:
+    """Does a row hold for a release?"""
+    found = release(version)
+    return (not seam.since or found >= release(seam.since)) and (not seam.until or found < release(seam.until))
+
+
+def _is_mended(seam: Seam) -> bool:
+    return bool(seam.mended) and seam.mended in inspect.getsource(original(seam.target))
+
+
+def needed(target: str) -> bool:
+    """Is there something to put at a target of this release of Megatron, which has not mended it itself?"""
+    rows = [seam for seam in SEAMS if seam.target == target and _is_for(seam, found_version())]
+    return any(seam.how in _CHANGING and not _is_mended(seam) for seam in rows)
+
+
+def named(target: str, **arguments: Any) -> dict[str, Any]:
+    """Keyword arguments of a function, or fields of a data class, as this release of Megatron names them.
+
+    Args:
+        target: of rows of `PARAMETERS`.
+        **arguments: as this package names them.
+
+    Raises:
+        ValueError: the release has no such parameter, and does not do what the argument says.
+    """
+    known = inspect.signature(original(target)).parameters
+    for row in PARAMETERS:
+        if row.target != target or row.name not in arguments or row.name in known:
+            continue
+        value = arguments.pop(row.name)
+        if row.older:
+            arguments[row.older] = value
+        elif row.default is not ... and value != row.default:
+            raise ValueError(f"{row.name}: megatron-core {found_version()} has nothing like it, got {value!r}")
+    return arguments
+
+
 def _problem(seam: Seam) -> str:
     """The reason why a target is not as expected; empty if it is."""
     try:
@@ -207,7 +303,7 @@ def _problem(seam: Seam) -> str:
     names = iter(inspect.signature(found).parameters)
     if missing := [name for name in seam.parameters if name not in names]:
         return f"has no parameter {missing[0]!r} where one is expected, its signature is {inspect.signature(found)}"
-    if seam.fragment and seam.fragment not in inspect.getsource(found):
+    if seam.fragment and seam.fragment not in inspect.getsource(found) and not _is_mended(seam):
         return f"its source has no {seam.fragment!r}"
     return ""
 

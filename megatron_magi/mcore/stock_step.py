@@ -8,19 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_hybrid_data_context_parallel_groups
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import (
-    flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args
 
+from megatron_magi.mcore import seams
 from megatron_magi.mcore.loss import make_distillation_loss, microbatch_loss
 from megatron_magi.mcore.step import count_documents, load_batch, run_model
 from megatron_magi.runtime.upload import current_device
@@ -70,8 +70,8 @@ def _next_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, Any]
         batch = dict.fromkeys((*_SEQUENCES, *_OPTIONAL))
         # A user's data set may have fields that Megatron does not know.
         batch |= {name: loaded[name].to(device, non_blocking=True) for name in batch if name in loaded}
-    batch = get_batch_on_this_tp_rank(
-        batch,
+    options = seams.named(
+        "core.utils:get_batch_on_this_tp_rank",
         has_cu_seqlens=_has_cu_seqlens(args),
         is_hybrid_cp=args.hybrid_context_parallel,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
@@ -86,18 +86,21 @@ def _next_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, Any]
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(**_chunk(vp_stage)),
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(**_chunk(vp_stage)),
     )
-    batch = flatten_batch_for_packed_sequences(batch)
+    batch = get_batch_on_this_tp_rank(batch, **options)
+    # Before 0.19 Megatron packs one sample alone.
+    batch = getattr(utils, "flatten_batch_for_packed_sequences", lambda packed: packed)(batch)
     if batch["tokens"] is None and batch["labels"] is None:
         # A stage in the middle, which needs nothing but the bounds of documents: these stay whole.
         return batch
-    return get_batch_on_this_cp_rank(
-        batch,
+    options = seams.named(
+        "core.utils:get_batch_on_this_cp_rank",
         is_hybrid_cp=args.hybrid_context_parallel,
         cp_group=parallel_state.get_context_parallel_group(),
         hybrid_cp_group_func=get_hybrid_data_context_parallel_groups,
         # Conversations are padded for a zigzag over the whole sequence.
         use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
     )
+    return get_batch_on_this_cp_rank(batch, **options)
 
 
 def _check_fields(loaded: Mapping[str, torch.Tensor], args: Any) -> None:
@@ -120,7 +123,8 @@ def _packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
     # Megatron's kernels go by the padded bounds where there are any.
     bounds = (batch["cu_seqlens"] if padded is None else padded)[0]
     max_seqlen = int(batch["max_seqlen"].max())
-    return PackedSeqParams(
+    fields = seams.named(
+        "core.packed_seq_params:PackedSeqParams",
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
@@ -132,6 +136,7 @@ def _packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
         local_cp_size=None if batch["local_cp_size"] is None else int(batch["local_cp_size"]),
         tokens_per_sample=get_args().seq_length,
     )
+    return PackedSeqParams(**fields)
 
 
 class StockForwardStep:

@@ -23,6 +23,7 @@ from megatron_magi.mcore.settings import buffer_length, is_magi
 from megatron_magi.mcore.stock_step import StockForwardStep
 
 _PRETRAIN = ("training.training:pretrain", "training:pretrain")
+_DATA, _STEP = "train_valid_test_dataset_provider", "forward_step_func"
 _BLENDED = "core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__"
 _OVER_TP, _OVER_CP = "core.utils:get_batch_on_this_tp_rank", "core.utils:get_batch_on_this_cp_rank"
 
@@ -123,17 +124,19 @@ def _mean_reports(report: Mapping[str, torch.Tensor], group: dist.ProcessGroup) 
 
 def _install_pretrain() -> None:
     stock = seams.original(_PRETRAIN[0])
+    signature = inspect.signature(stock)
 
     @functools.wraps(stock)
-    def pretrain(
-        cfg_container: Any, provider: Callable, model_type: Any, forward_step: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
+    def pretrain(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        forward_step = given.arguments[_STEP]
         if not isinstance(forward_step, (MagiForwardStep, StockForwardStep)):
             log = make_loss_log(getattr(get_args(), "magi_loss_log", None))
             if is_magi():
                 forward_step = UserForwardStep(forward_step, lambda: make_dispatcher(get_args()), log)
-                provider = _preparing(provider, forward_step.prepare)
-        return stock(cfg_container, provider, model_type, forward_step, *args, **kwargs)
+                provider = _preparing(given.arguments[_DATA], forward_step.prepare)
+                given.arguments.update({_STEP: forward_step, _DATA: provider})
+        return stock(*given.args, **given.kwargs)
 
     for target in _PRETRAIN:
         seams.put(target, pretrain)
@@ -189,7 +192,7 @@ def _install_batches() -> None:
         command_line = get_args()
         local = buffer_length(command_line) // command_line.context_parallel_size
         shard = {"has_cu_seqlens": False, "is_hybrid_cp": False, "create_attention_mask_in_dataloader": False}
-        return stock_over_tp(**{**given, **shard, "seq_length": local})
+        return stock_over_tp(**{**given, **seams.named(_OVER_TP, **shard), "seq_length": local})
 
     @functools.wraps(stock_over_cp)
     def get_batch_on_this_cp_rank(batch: dict, *args: Any, **kwargs: Any) -> dict:

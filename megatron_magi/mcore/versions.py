@@ -1,26 +1,61 @@
-"""Which Megatron this package was read against and tested with."""
+"""Which Megatron this package was read against and tested with, and which one this process would import."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import warnings
 from importlib import metadata
+from pathlib import Path
 
-KNOWN_VERSIONS = ("0.19.2",)
+KNOWN_VERSIONS = ("0.18.0", "0.18.2", "0.19.0", "0.19.2")
+"""Ascending. Of these the last is what the project is developed with."""
+
+
+def found_version() -> str:
+    """The version of the megatron-core that an import would take, without importing it.
+
+    A source tree that comes first on ``PYTHONPATH`` is not what the installed package's metadata say, so the file
+    ``core/package_info.py`` beside the code is read; the metadata where there is none.
+
+    Raises:
+        ValueError: there is no megatron-core.
+    """
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ValueError(f"megatron-core: not installed; install megatron-core=={KNOWN_VERSIONS[-1]}")
+    path = Path(spec.origin).with_name("package_info.py")
+    text = path.read_text() if path.exists() else ""
+    found = [re.search(rf"^{name} *= *['\"]?(\w*)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
+    if not all(found):
+        return metadata.version("megatron-core")
+    ahead = re.search(r"^PRE_RELEASE *= *['\"](\w*)", text, re.MULTILINE)
+    return ".".join(part[1] for part in found if part) + (ahead[1] if ahead else "")
 
 
 def check_version(found: str | None = None) -> None:
-    """Refuses versions of megatron-core whose seams are unknown. Imports nothing.
+    """Warns of versions of megatron-core that were not tested, whose seams `seams.check` then has to find unchanged.
 
     Args:
-        found: the version; that of the installed package when None. What follows a ``+`` is ignored.
+        found: the version; that of `found_version` when None. What follows a ``+`` is ignored.
 
     Raises:
-        ValueError: the version is not one of `KNOWN_VERSIONS`, or there is no megatron-core.
+        ValueError: there is no megatron-core.
     """
-    advice = f"known: {', '.join(KNOWN_VERSIONS)}; install megatron-core=={KNOWN_VERSIONS[-1]}"
     if found is None:
-        try:
-            found = metadata.version("megatron-core")
-        except metadata.PackageNotFoundError:
-            raise ValueError(f"megatron-core: not installed, {advice}") from None
+        found = found_version()
     if found.partition("+")[0] not in KNOWN_VERSIONS:
-        raise ValueError(f"megatron-core: version {found} is not known to megatron_magi, {advice}")
+        warnings.warn(
+            f"megatron-core: version {found} was not tested with megatron_magi, which knows "
+            f"{', '.join(KNOWN_VERSIONS)}; it trains if what megatron_magi touches is found unchanged",
+            stacklevel=2,
+        )
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers at the start of a version, to compare releases: ``0.19.2rc1`` gives (0, 19, 2)."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in numbers[0].split(".")) if numbers else ()

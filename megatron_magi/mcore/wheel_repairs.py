@@ -22,6 +22,8 @@ _YARN = "core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbed
 _OPTIMIZER = "core.optimizer.distrib_optimizer:DistributedOptimizer"
 _LATENT = "core.transformer.multi_latent_attention"
 _LAYERS = "core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules"
+_INFERENCE = "core.transformer.multi_token_prediction:is_inference_column_parallel_linear"
+_REPLAYS = "core.rerun_state_machine:RerunDataIterator.__next__"
 _SET = "_set_main_param_and_optimizer_states"
 
 
@@ -36,6 +38,8 @@ def install() -> None:
     _repair_yarn()
     _repair_latent_attention()
     _repair_distributed_optimizer()
+    _repair_inference_layers()
+    _repair_replays()
 
 
 def _repair_compile_helpers() -> None:
@@ -109,9 +113,13 @@ def _repair_yarn() -> None:
     original = seams.original(_YARN)
 
     @functools.wraps(original)
-    def set_cache(self: Any, seq_len: int, offset: int, dtype: torch.dtype, packed_seq: bool = False) -> None:
-        cp_size = self.cp_group.size() if self.cp_group is not None else 1
-        original(self, seq_len, offset, dtype, packed_seq or seq_len % (2 * cp_size) != 0)
+    def set_cache(
+        self: Any, seq_len: int, offset: int, dtype: torch.dtype, packed_seq: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        given = args[0] if args else kwargs.get("cp_group")
+        group = given if given is not None else self.cp_group
+        cp_size = group.size() if group is not None else 1
+        original(self, seq_len, offset, dtype, packed_seq or seq_len % (2 * cp_size) != 0, *args, **kwargs)
 
     seams.put(_YARN, set_cache)
 
@@ -216,3 +224,33 @@ def _repair_distributed_optimizer() -> None:
 
     for name, repaired in zip(names, (state_dict, load_state_dict, set_states), strict=True):
         seams.put(name, repaired)
+
+
+def _repair_inference_layers() -> None:
+    """Without Transformer Engine, multi-token prediction cannot be built: a TypeError of isinstance.
+
+    Megatron 0.20, core/tensor_parallel/inference_layers.py:564: the classes are then stand-ins, and no layer is one.
+    """
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    if not HAVE_APEX_OR_TE and seams.needed(_INFERENCE):
+        seams.put(_INFERENCE, lambda module: False)
+
+
+def _repair_replays() -> None:
+    """What is kept to replay an iteration is the microbatch itself, which a forward step may change.
+
+    Before 0.19, core/rerun_state_machine.py:1157; later a copy, which `loader.LoadedBatch` relies on.
+    """
+    if not seams.needed(_REPLAYS):
+        return
+    original = seams.original(_REPLAYS)
+
+    @functools.wraps(original)
+    def following(self: Any) -> Any:
+        item = original(self)
+        if not self.replaying and self.saved_microbatches and self.saved_microbatches[-1] is item:
+            self.saved_microbatches[-1] = copy.copy(item)
+        return item
+
+    seams.put(_REPLAYS, following)

@@ -11,6 +11,7 @@ A second subreaper above it, which does nothing else, does the same if this one 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -33,16 +34,17 @@ PRELOAD = (
     "megatron.training",
     "megatron.training.argument_utils",
     "megatron.training.checkpointing",
-    "megatron.training.models.gpt",
     "megatron.core.models.mimo",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.datasets.helpers_cpp",
-    "megatron.core.tokenizers.text.models",
     "megatron_magi.mcore.forward_step",
     "megatron_magi.mcore.loss_log",
     "megatron_magi.mcore.model",
     "megatron_magi.mcore.user_step",
 )
+
+OPTIONAL_PRELOAD = ("megatron.training.models.gpt", "megatron.core.tokenizers.text.models")
+"""Not in every version of megatron-core."""
 
 
 def main() -> None:
@@ -77,6 +79,9 @@ def _import_megatron() -> None:
         raise RuntimeError("ranks are forked on machines without GPUs only: a driver does not survive a fork")
     for name in PRELOAD:
         importlib.import_module(name)
+    for name in OPTIONAL_PRELOAD:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else the first collection of a rank copies every page of what was imported
 

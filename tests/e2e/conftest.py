@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.e2e import parity
 from tests.e2e.parity import Runs, write_corpus
 
 
@@ -12,3 +15,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Stock runs are made once, on first use."""
     folder = tmp_path_factory.mktemp("megatron")
     return Runs(write_corpus(folder), folder)
+
+
+@pytest.fixture(autouse=True)
+def _figures(record_property) -> Iterator[None]:
+    """Puts the largest relative differences of a test into its report."""
+    parity.DIFFERENCES.clear()
+    yield
+    for name, value in parity.DIFFERENCES.items():
+        record_property(name, f"{value:.1e}")

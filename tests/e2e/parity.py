@@ -11,6 +11,8 @@ from megatron_magi.testing.megatron_launch import RunResult, launch, tiny_gpt_ar
 NUM_ITERATIONS = 10
 WEIGHTS = ("--init-method-std", "0.1")
 """With Megatron's smaller weights logits are near 0: attention is a mean, and its scale and positions hardly count."""
+DIFFERENCES: dict[str, float] = {}
+"""Of one test, the largest relative differences that `assert_same_curve` met."""
 LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-4
 
@@ -101,6 +103,10 @@ def assert_same_curve(got: RunResult, expected: RunResult) -> None:
     """Losses and gradient norms agree, iteration by iteration."""
     assert len(expected.losses) >= NUM_ITERATIONS
     assert got.losses.keys() == expected.losses.keys()
+    for name in ("losses", "grad_norms"):
+        want, found = getattr(expected, name), getattr(got, name)
+        largest = max(abs(found[i] - x) / abs(x) for i, x in want.items())
+        DIFFERENCES[name] = max(DIFFERENCES.get(name, 0.0), largest)
     for iteration, loss in expected.losses.items():
         assert abs(got.losses[iteration] - loss) <= LOSS_TOLERANCE * abs(loss), (iteration, got.losses, expected.losses)
     for iteration, norm in expected.grad_norms.items():

@@ -28,7 +28,7 @@ def test_installed_megatron_is_as_the_table_says() -> None:
 def test_every_target_that_differs_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(training, "dummy_train_step")
     monkeypatch.setattr(utils, "get_batch_on_this_cp_rank", lambda loaded, group: None)
-    with pytest.raises(ValueError, match=r"^megatron-core: version 0\.19\.2 is not as megatron_magi knows it") as error:
+    with pytest.raises(ValueError, match=r"^megatron-core: version [\d.]+ is not as megatron_magi knows it") as error:
         seams.check()
     assert "training.training:dummy_train_step: not found" in str(error.value)
     assert "core.utils:get_batch_on_this_cp_rank: has no parameter 'batch'" in str(error.value)

@@ -84,6 +84,8 @@ def test_yarn_is_made_for_any_number_of_ranks(cp_size: int) -> None:
 def test_dataset_helper_of_the_wheel_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.datasets import utils
 
+    if Path(utils.__file__).with_name("Makefile").exists():
+        pytest.skip("a source tree, whose helper is compiled")
     monkeypatch.setenv("PATH", "")
     utils.compile_helpers()
 
