@@ -1,9 +1,11 @@
-"""The router of experts with padding: four places where megatron-core 0.19.2 counts padded rows wrongly.
+"""The router of experts with padding: places where megatron-core counts rows wrongly.
 
 Dispatch may leave padding at the end of some ranks' shards, which Megatron's own trainer never has.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,12 +15,14 @@ from megatron_magi.mcore import seams
 
 _COUNTS = "core.transformer.moe.router:get_tokens_per_expert_and_token_count"
 _BIAS = "core.transformer.moe.router:TopKRouter._apply_expert_bias"
+_AUX_LOSS = "core.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss"
 _Z_LOSS = "core.transformer.moe.router:TopKRouter.apply_z_loss"
 
 
 def install() -> None:
     """Makes Megatron's router leave padding out of its counts. Idempotent; nothing changes without padding."""
-    repaired = {_COUNTS: count_tokens, _BIAS: apply_expert_bias, _Z_LOSS: apply_z_loss}
+    z_loss = apply_z_loss_by_all_tokens if seams.needed(_AUX_LOSS) else apply_z_loss
+    repaired = {_COUNTS: count_tokens, _BIAS: apply_expert_bias, _AUX_LOSS: attach_aux_loss, _Z_LOSS: z_loss}
     for target, function in repaired.items():
         if seams.needed(target):
             seams.put(target, function)
@@ -54,6 +58,39 @@ def apply_expert_bias(
     Megatron (router.py:738) meets ``[num_tokens, num_experts]`` with a mask ``[num_tokens]``.
     """
     seams.original(_BIAS)(self, routing_map, padding_mask if padding_mask is None else padding_mask.unsqueeze(-1))
+
+
+def attach_aux_loss(
+    self: router.TopKRouter,
+    activation: torch.Tensor,
+    *args: Any,
+    valid_token_count: int | torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attaches a load balancing loss, whose weight per token is that of all ranks' tokens.
+
+    Before 0.19 Megatron (router.py:491) takes this rank's tokens alone, but divides by those of all ranks: the loss
+    then depends on the number of tensor- and context-parallel ranks. By its own caller the count is a keyword.
+
+    Args:
+        self: the router.
+        activation: that the loss is attached to, ``[num_tokens, ...]``.
+        *args, **kwargs: passed on.
+        valid_token_count: without padding; the length of ``activation`` when None.
+    """
+    if self.calculate_per_token_loss:
+        count = activation.shape[0] if valid_token_count is None else valid_token_count
+        valid_token_count = count * self.tp_cp_group.size()
+    return seams.original(_AUX_LOSS)(self, activation, *args, valid_token_count=valid_token_count, **kwargs)
+
+
+def apply_z_loss_by_all_tokens(
+    self: router.TopKRouter, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`apply_z_loss` also without padding, for releases that weigh it as `attach_aux_loss` says."""
+    if padding_mask is None and self.calculate_per_token_loss:
+        padding_mask = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+    return apply_z_loss(self, logits, padding_mask)
 
 
 def apply_z_loss(
