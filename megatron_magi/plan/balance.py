@@ -13,8 +13,8 @@ from megatron_magi.mask import AttnMask
 from megatron_magi.plan import native
 from megatron_magi.plan.affinity import affinity
 from megatron_magi.plan.chunks import chunk_areas
-from megatron_magi.plan.counts import count
-from megatron_magi.plan.predict import Prediction, predict
+from megatron_magi.plan.counts import Counts, count
+from megatron_magi.plan.predict import Prediction, predict_all
 from megatron_magi.plan.swaps import refine, sum_by_rank
 
 _EVEN_ENOUGH = 1
@@ -92,11 +92,10 @@ def predictions(
 ) -> dict[str, Prediction]:
     """The predicted step of each candidate; arguments as in `assign_chunks`."""
     rates, counts = config.rates or DEFAULT, native.count if native.chosen(config.planner) else count
-    node, result = ranks_per_node or rates.ranks_per_node, {}
-    for name, rank in found.items():
-        rows = int(sum_by_rank(rank, np.diff(bounds), cp_size).max())
-        result[name] = predict(counts(mask, bounds, rank, cp_size, node), rows, rates, overlap)
-    return result
+    node, lengths = ranks_per_node or rates.ranks_per_node, np.diff(bounds)
+    rows = [int(sum_by_rank(rank, lengths, cp_size).max()) for rank in found.values()]
+    counted = Counts(*np.stack([counts(mask, bounds, rank, cp_size, node) for rank in found.values()], axis=1))
+    return dict(zip(found, predict_all(counted, rows, rates, overlap), strict=True))
 
 
 def fastest(found: dict[str, Prediction]) -> str:
