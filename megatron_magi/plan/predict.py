@@ -37,8 +37,7 @@ class Prediction(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """Counts of what ranks compute with own or with fetched keys, float64 ``[num_dispatches, cp_size]``; see `Counts`.
-    """
+    """Counts of what ranks compute with own or with fetched keys, float64 ``[num_dispatches, cp_size]`` (`Counts`)."""
 
     area: np.ndarray
     rows: np.ndarray
