@@ -245,7 +245,7 @@ def make_room(
     """Allocates the memory that later calls of `group_cast` and `group_reduce` need.
 
     Collective. Without it memory grows on demand, and each time all ranks wait for their GPUs. For static arguments,
-    which CUDA graphs refer to, it is the most that calls with as many rows a rank can need, as a graph keeps its memory.
+    which CUDA graphs refer to, it is the most that calls with as many rows a rank can need, as graphs keep theirs.
 
     Args:
         casts: arguments of the calls.
