@@ -13,7 +13,7 @@ from megatron_magi.mask import AttnMask
 from megatron_magi.plan import native
 from megatron_magi.plan.affinity import affinity
 from megatron_magi.plan.chunks import chunk_areas
-from megatron_magi.plan.counts import Counts, count
+from megatron_magi.plan.counts import count_all
 from megatron_magi.plan.predict import Prediction, predict_all
 from megatron_magi.plan.swaps import refine, sum_by_rank
 
@@ -91,10 +91,10 @@ def predictions(
     ranks_per_node: int | None = None,
 ) -> dict[str, Prediction]:
     """The predicted step of each candidate; arguments as in `assign_chunks`."""
-    rates, counts = config.rates or DEFAULT, native.count if native.chosen(config.planner) else count
+    rates, counts = config.rates or DEFAULT, native.count_all if native.chosen(config.planner) else count_all
     node, lengths = ranks_per_node or rates.ranks_per_node, np.diff(bounds)
+    counted = counts(mask, bounds, np.stack(list(found.values())), cp_size, node)
     rows = [int(sum_by_rank(rank, lengths, cp_size).max()) for rank in found.values()]
-    counted = Counts(*np.stack([counts(mask, bounds, rank, cp_size, node) for rank in found.values()], axis=1))
     return dict(zip(found, predict_all(counted, rows, rates, overlap), strict=True))
 
 

@@ -47,24 +47,24 @@ def step_us(
     computed and take as long as its keys; those of the last stage are exposed.
     """
     degree = np.arange(1, max_degree + 1).reshape(-1, *[1] * remote_rows.ndim)
+    # Both passes at once, as ``[2, max_degree, ...]``.
+    work = np.array([1.0, BACKWARD_WORK]).reshape(2, *[1] * (remote_rows.ndim + 1))
     travel, attend, local = cost.fetch_us(remote_rows / degree), cost.attend_us(remote_area / degree), local_area
-    forward = _pass_us(cost.attend_us(local), attend, travel, degree, cost.stage_latency_us, reduces=False)
-    local, attend = BACKWARD_WORK * cost.attend_us(local), BACKWARD_WORK * attend
-    backward = _pass_us(local, attend, travel, degree, cost.stage_latency_us, reduces=True)
-    return forward.max(axis=-1) + backward.max(axis=-1)
+    computed = _pass_us(work * cost.attend_us(local), work * attend, travel, degree, cost.stage_latency_us)
+    # Gradients of a stage take as long as its keys, and are back before those of the next are computed.
+    return computed[0].max(axis=-1) + (computed[1] + travel).max(axis=-1)
 
 
 def _pass_us(
-    local: np.ndarray, attend: np.ndarray, travel: np.ndarray, degree: np.ndarray, latency: float, *, reduces: bool
+    local: np.ndarray, attend: np.ndarray, travel: np.ndarray, degree: np.ndarray, latency: float
 ) -> np.ndarray:
-    """Microseconds of a pass for each degree and rank, ``[max_degree, ..., cp_size]``.
+    """Microseconds of passes for each degree and rank until the last stage is computed, ``[2, max_degree, ...]``.
 
     Args:
         local: time of own keys.
         attend, travel: time to compute one stage; to fetch its keys.
         degree: number of stages, ``[max_degree, ..., 1]``.
         latency: fixed cost of a stage.
-        reduces: gradients are sent back.
     """
     computed, fetched = np.broadcast_to(local + latency, attend.shape), travel
     for stage in range(1, len(degree) + 1):
@@ -72,5 +72,4 @@ def _pass_us(
         # The next fetch is issued when the previous stage has been launched.
         fetched = np.maximum(fetched, computed) + travel
         computed = np.where(is_there, start + attend + latency, computed)
-    # Gradients of a stage take as long as its keys, and are back before those of the next are computed.
-    return computed + travel if reduces else computed
+    return computed
