@@ -93,8 +93,8 @@ class Plan:
                 one_launch=self.config.overlap.one_launch,
                 schedule=self.schedule,
                 plan_hash=self.plan_hash,
-                area=int(sum(bd.areas(b).sum() for b in bands)),
-                num_tokens=int((self.dispatch.global_index(cp_rank) < self.dispatch.total_seqlen).sum()),
+                area=int(bd.areas(np.concatenate(bands)).sum()),
+                num_tokens=int(np.diff(np.minimum(self.dispatch.ranges[cp_rank], self.dispatch.total_seqlen)).sum()),
             )
         return self._rank_plans[cp_rank]
 

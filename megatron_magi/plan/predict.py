@@ -82,15 +82,17 @@ def predict_all(counts: Counts, num_rows: Sequence[int], rates: Rates, overlap: 
     most_bytes = kernel_costs_of(rates.device).most_forward_bytes
     is_small = (received.shape[1] <= 2) | (received.max(axis=1) * overlap.cost.row_bytes <= most_bytes)
     alike: dict[tuple[bool, bool, int], list[int]] = {}
-    for at, (backward, forward, degree) in enumerate(zip(at_once, at_once & is_small, degrees, strict=True)):
-        alike.setdefault((bool(forward), bool(backward), int(degree)), []).append(at)
+    for at, (backward, forward, degree) in enumerate(
+        zip(at_once.tolist(), (at_once & is_small).tolist(), degrees.tolist(), strict=True)
+    ):
+        alike.setdefault((forward, backward, 1 if forward else degree), []).append(at)  # then stages do not matter
     found: dict[int, Prediction] = {}
     for (forward, backward, degree), those in alike.items():
         rows = np.array([num_rows[at] for at in those])[:, None]
         of_those = counts if len(those) == len(degrees) else Counts(*(c[those] for c in counts))
         made = _predict_alike(of_those, rows, rates, overlap, degree, (forward, backward))
         found.update(zip(those, made, strict=True))
-    return [found[at] for at in range(len(degrees))]
+    return [found[at]._replace(degree=degree) for at, degree in enumerate(degrees.tolist())]
 
 
 def _predict_alike(
