@@ -71,7 +71,7 @@ def sizes(kernel: Kernel, kind: Kind, dims: tuple[int, int], itemsize: int) -> S
     """
     dim = max(map(padded, dims))
     if itemsize == 4:  # exact products of fp32 use no tensor cores: registers bound the tile
-        return Sizes(32, 32, 4, 1) if dim > 64 else Sizes(64, 32, 4, 1)
+        return Sizes(16, 16, 4, 1) if dim > 128 else Sizes(32, 32, 4, 1) if dim > 64 else Sizes(64, 32, 4, 1)
     width = 64 if dim <= 64 else 128 if dim <= 128 else 256
     return _SIZES[kind][kernel][width]
 
@@ -81,18 +81,18 @@ _SMALL: dict[Kernel, dict[int, Sizes]] = {
     # Of 99 KB: q, and two stages of k and v.
     "forward": {64: Sizes(128, 64, 4, 2), 128: Sizes(128, 32, 4, 2), 256: Sizes(64, 32, 4, 1)},
     "query_gradient": {64: Sizes(64, 64, 4, 2), 128: Sizes(64, 32, 4, 2), 256: Sizes(32, 32, 4, 1)},
-    "key_gradient": {64: Sizes(64, 64, 4, 2), 128: Sizes(64, 32, 4, 2), 256: Sizes(32, 32, 4, 1)},
+    "key_gradient": {64: Sizes(64, 64, 4, 2), 128: Sizes(64, 32, 8, 2), 256: Sizes(32, 32, 8, 1)},
 }
 _LARGE: dict[Kernel, dict[int, Sizes]] = {
     "forward": {64: Sizes(128, 64, 4, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(64, 32, 4, 2)},
     "query_gradient": {64: Sizes(128, 64, 8, 2), 128: Sizes(128, 64, 8, 2), 256: Sizes(64, 32, 4, 1)},
-    "key_gradient": {64: Sizes(128, 64, 8, 2), 128: Sizes(64, 64, 4, 2), 256: Sizes(32, 32, 4, 1)},
+    "key_gradient": {64: Sizes(128, 64, 8, 2), 128: Sizes(64, 64, 8, 2), 256: Sizes(32, 32, 8, 1)},
 }
 _HOPPER: dict[Kernel, dict[int, Sizes]] = {
     # One warpgroup has 64 rows of a tile.
     "forward": {64: Sizes(128, 128, 8, 3), 128: Sizes(128, 128, 8, 2), 256: Sizes(128, 64, 8, 2)},
     "query_gradient": {64: Sizes(128, 64, 8, 2), 128: Sizes(128, 64, 8, 2), 256: Sizes(64, 32, 4, 2)},
-    "key_gradient": {64: Sizes(128, 64, 8, 2), 128: Sizes(128, 64, 8, 2), 256: Sizes(64, 32, 4, 1)},
+    "key_gradient": {64: Sizes(128, 64, 8, 2), 128: Sizes(128, 64, 8, 2), 256: Sizes(32, 32, 8, 1)},
 }
 _SIZES: dict[Kind, dict[Kernel, dict[int, Sizes]]] = {
     "small": _SMALL, "medium": _LARGE, "large": _LARGE, "hopper": _HOPPER,
