@@ -77,17 +77,19 @@ def _attend(
 ):  # fmt: skip
     """One block of keys: the sums of exp2(logit - largest) * v and of exp2(logit - largest), and the largest logit."""
     keys = _rows(k, column, num_keys, k_stride, COLUMNS, DK, PAD_K, MASKED)
-    logits = _dot(q, tl.trans(keys), PRECISION) * scale
+    logits = _dot(q, tl.trans(keys), PRECISION)
     if CAPPED:
-        logits = _tanh(logits) * cap
+        logits = _tanh(logits * scale) * cap
     if MASKED:
         columns = (column + tl.arange(0, COLUMNS))[None, :]
         logits = tl.where((columns >= low[:, None]) & (columns < high[:, None]), logits, float("-inf"))
-    found = tl.maximum(largest, tl.max(logits, 1))
+    # The scale is positive: it is multiplied to the maximum, and to logits together with the subtraction.
+    factor = 1.0 if CAPPED else scale
+    found = tl.maximum(largest, tl.max(logits, 1) * factor)
     shift = found
     if MASKED:  # a row may have seen nothing yet
         shift = tl.where(found == float("-inf"), 0.0, found)
-    p = tl.exp2(logits - shift[:, None])
+    p = tl.exp2(logits * factor - shift[:, None])
     kept = tl.exp2(largest - shift)
     values = _rows(v, column, num_keys, v_stride, COLUMNS, DV, PAD_V, MASKED)
     acc = acc * kept[:, None] + _dot(p.to(values.dtype), values, PRECISION)
@@ -213,7 +215,7 @@ def _grad_queries(
     return dq + _dot(ds.to(keys.dtype), keys, PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_heads"])
+@triton.jit(do_not_specialize=["num_keys", "num_heads", "lse_head", "delta_head"])
 def query_gradient_kernel(
     q, k, v, dout, lse, delta, dq, tiles, passes, bounds, num_keys, num_heads,
     q_row, q_head, k_row, k_head, v_row, v_head, dout_row, dout_head, lse_row, lse_head, delta_row, delta_head,
@@ -286,7 +288,7 @@ def _grad_keys(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads"])
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "lse_head", "delta_head"])
 def key_gradient_kernel(
     q, k, v, dout, lse, delta, dk, dv, tiles, passes, bounds, num_rows, num_heads,
     q_row, q_head, k_row, k_head, v_row, v_head, dout_row, dout_head, lse_row, lse_head, delta_row, delta_head,

@@ -15,17 +15,21 @@ from tests.ops.naive import Case, masks, packed_causal
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (96, 40)], ids=str)
-@settings(max_examples=8)
-@given(
-    mask=masks(longest=400),
-    heads=st.sampled_from(HEADS),
-    softcap=st.sampled_from([0.0, 1.5]),
-    sink=st.sampled_from([None, "sh", "ssh"]),
-    seed=st.integers(0, 99),
+@pytest.mark.timeout(600)  # kernels are compiled for each number of heads and each option
+@pytest.mark.parametrize(
+    "dims, dtype",
+    [
+        *(((dim, dim), dtype) for dim in (64, 128) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+        ((192, 128), torch.bfloat16),
+        ((256, 256), torch.bfloat16),
+        ((96, 40), torch.float16),
+    ],
+    ids=str,
 )
-def test_random_masks_and_options_match_fp64(dims, dtype, mask, heads, softcap, sink, seed):
+@pytest.mark.parametrize("softcap, sink", [(0.0, None), (1.5, "sh"), (0.0, "ssh")])
+@settings(max_examples=8)
+@given(mask=masks(longest=400), heads=st.sampled_from(HEADS[2:4]), seed=st.integers(0, 99))
+def test_random_masks_and_options_match_fp64(dims, dtype, softcap, sink, mask, heads, seed):
     check(Case(mask, *heads, *dims, softcap=softcap, sink=sink, dtype=dtype, device="cuda", seed=seed), "triton")
 
 
