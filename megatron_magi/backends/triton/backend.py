@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import sys
 from typing import ClassVar
 
 import torch
@@ -48,5 +48,6 @@ class TritonKernels(Backend):
 
 
 def _is_interpreted() -> bool:
-    """Whether Triton interprets kernels on the CPU, for tests: its own variable, read as it reads it."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether Triton interprets kernels on the CPU, as it was told before it was imported; for tests."""
+    triton = sys.modules.get("triton")
+    return triton is not None and bool(triton.knobs.runtime.interpret)

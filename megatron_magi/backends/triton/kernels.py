@@ -163,12 +163,12 @@ def forward_kernel(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     for i in range(begin, end):
         first, count, full, past_full = _pass(passes, i)
-        low, high = _bounds(bounds, i, ROWS)
         for block in range(full, past_full):
             acc, total, largest = _attend(
-                acc, total, largest, query, k, v, k_row, v_row, first + block * COLUMNS, num_keys, low, high, scale,
+                acc, total, largest, query, k, v, k_row, v_row, first + block * COLUMNS, num_keys, 0, 0, scale,
                 cap, DK, DV, PAD_K, PAD_V, COLUMNS, False, CAPPED, PRECISION,
             )  # fmt: skip
+        low, high = _bounds(bounds, i, ROWS)
         for other in range(count - past_full + full):
             block = tl.where(other < full, other, other + past_full - full)
             acc, total, largest = _attend(
@@ -239,12 +239,12 @@ def query_gradient_kernel(
     acc = tl.zeros([ROWS, PAD_K], tl.float32)
     for i in range(begin, end):
         first, count, full, past_full = _pass(passes, i)
-        low, high = _bounds(bounds, i, ROWS)
         for block in range(full, past_full):
             acc = _grad_queries(
-                acc, query, grad, row_lse, row_delta, k, v, k_row, v_row, first + block * COLUMNS, num_keys, low, high,
+                acc, query, grad, row_lse, row_delta, k, v, k_row, v_row, first + block * COLUMNS, num_keys, 0, 0,
                 scale, cap, DK, DV, PAD_K, PAD_V, COLUMNS, False, CAPPED, PRECISION,
             )  # fmt: skip
+        low, high = _bounds(bounds, i, ROWS)
         for other in range(count - past_full + full):
             block = tl.where(other < full, other, other + past_full - full)
             acc = _grad_queries(
@@ -310,13 +310,13 @@ def key_gradient_kernel(
         lse_at, delta_at = lse + query_head * lse_head, delta + query_head * delta_head
         for i in range(begin, end):
             first, count, full, past_full = _pass(passes, i)
-            low, high = _bounds(bounds, i, ROWS)
             for block in range(full, past_full):
                 of_keys, of_values = _grad_keys(
                     of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row, lse_row,
-                    delta_row, first + block * COLUMNS, num_rows, low, high, scale, cap,
+                    delta_row, first + block * COLUMNS, num_rows, 0, 0, scale, cap,
                     DK, DV, PAD_K, PAD_V, COLUMNS, False, CAPPED, PRECISION,
                 )  # fmt: skip
+            low, high = _bounds(bounds, i, ROWS)
             for other in range(count - past_full + full):
                 block = tl.where(other < full, other, other + past_full - full)
                 of_keys, of_values = _grad_keys(

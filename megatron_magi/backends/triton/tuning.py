@@ -91,8 +91,8 @@ _LARGE: dict[Kernel, dict[int, Sizes]] = {
 _HOPPER: dict[Kernel, dict[int, Sizes]] = {
     # One warpgroup has 64 rows of a tile.
     "forward": {64: Sizes(128, 64, 4, 3), 128: Sizes(128, 128, 8, 3), 256: Sizes(128, 64, 8, 2)},
-    "query_gradient": {64: Sizes(64, 64, 4, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(64, 32, 4, 2)},
-    "key_gradient": {64: Sizes(128, 64, 8, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(32, 32, 8, 1)},
+    "query_gradient": {64: Sizes(64, 32, 4, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(64, 32, 4, 2)},
+    "key_gradient": {64: Sizes(64, 64, 4, 3), 128: Sizes(64, 32, 4, 3), 256: Sizes(32, 32, 8, 1)},
 }
 _SIZES: dict[Kind, dict[Kernel, dict[int, Sizes]]] = {
     "small": _SMALL, "medium": _LARGE, "large": _LARGE, "hopper": _HOPPER,
