@@ -45,7 +45,7 @@ import sys
 import torch
 import megatron_magi
 from megatron_magi.api import calc_attn, dispatch, magi_attn_varlen_key, undispatch
-from megatron_magi.backends.sm90 import cpp_tiles
+from megatron_magi.backends.tiles import cpp_tiles
 from megatron_magi.cuda import launch_list
 from megatron_magi.plan import native
 key = magi_attn_varlen_key([0, 5, 9], [0, 5, 9], 2, 1, 8, causal=True)
@@ -213,7 +213,7 @@ def test_a_release_is_a_source_distribution_and_a_wheel_for_any_python(released)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
-    libraries = {"plan/_solver.so", "backends/sm90/_tiles.so", "cuda/_calls.so"}
+    libraries = {"plan/_solver.so", "backends/tiles/_tiles.so", "cuda/_calls.so"}
     assert {name for name in names if name.endswith(".so")} == {f"megatron_magi/{name}" for name in libraries}
     assert not [name for name in names if name.endswith((".cubin", ".cpp"))]
     kernels = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cu*")}
@@ -312,7 +312,7 @@ def test_the_planner_is_compiled_where_there_is_a_compiler(tmp_path, what):
     script = "from megatron_magi.plan import native; print(native.available(), native.__file__)"
     said = subprocess.check_output([sys.executable, "-c", script], cwd=installed, env={"PYTHONPATH": str(installed)})
     assert said.split() == [b"True", str(installed / "megatron_magi" / "plan" / "native.py").encode()]
-    assert list((installed / "megatron_magi" / "backends" / "sm90").glob("_tiles*"))
+    assert list((installed / "megatron_magi" / "backends" / "tiles").glob("_tiles*"))
     assert list((installed / "megatron_magi" / "cuda").glob("_calls*"))
 
 

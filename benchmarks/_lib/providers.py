@@ -141,6 +141,12 @@ class FFA(Provider):
         return flex_flash_attn_func(q, k, v, *self._ranges, impl=self.impl)[0]
 
 
+class Triton(FFA):
+    """The kernels in Triton here, likewise."""
+
+    impl = "triton"
+
+
 class FlashAttention3(Provider):
     """FlashAttention-3: variable lengths for documents, window arguments for a window."""
 
@@ -249,6 +255,7 @@ PROVIDERS: dict[str, type[Provider]] = {
     "cudnn_flex": CuDNNFlex,
     "flex": Flex,
     "ffa": FFA,
+    "triton": Triton,
     "fa3": FlashAttention3,
     "fa4": FlashAttention4,
     "magi": MagiAttention,

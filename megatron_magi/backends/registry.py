@@ -11,16 +11,17 @@ from megatron_magi.backends.base import Backend, Kernels, Sparse
 from megatron_magi.backends.blocked.backend import Blocked
 from megatron_magi.backends.reference.backend import Reference
 from megatron_magi.backends.sm90.backend import Sm90
+from megatron_magi.backends.triton.backend import TritonKernels
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Blocked(), Sm90())}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Blocked(), Sm90(), TritonKernels())}
 """Backends by the value of ``impl`` that selects them."""
 
 SPARSE: dict[str, Sparse] = {name: backend.sparse for name, backend in BACKENDS.items() if backend.sparse is not None}
 """Attention over lists of keys, likewise."""
 
-_FASTEST = ("ffa",)
+_FASTEST = ("ffa", "triton")
 """Where ``auto`` looks on a GPU, in this order; otherwise it is `_ANYWHERE`."""
 
 _ANYWHERE = "torch"

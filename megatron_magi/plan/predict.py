@@ -75,7 +75,7 @@ def predict_all(counts: Counts, num_rows: Sequence[int], rates: Rates, overlap: 
         rates, overlap: see `predict`.
     """
     received = counts.received.sum(axis=1)
-    degrees = choose_degrees(counts.area[:, 0], counts.area[:, 1], received, overlap)
+    degrees = choose_degrees(counts.area[:, 0], counts.area[:, 1], received, overlap, rates)
     # Kernels wait for rows of their own node only.
     at_once = (degrees > 0) & ~counts.received[:, 1].any(axis=1)
     at_once &= overlap.one_launch and overlap.degree != 0 and not overlap.hide_tail_reduce
