@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 _POSITIVE = (
@@ -82,7 +83,7 @@ class Rates:
             return self.host_backward_us, self.host_stage_backward_us
         return self.host_forward_us, self.host_stage_forward_us
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """A digest of the rates without the GPU's name, which ranks compare."""
         return hashlib.sha256(replace(self, device="").to_json().encode()).digest()

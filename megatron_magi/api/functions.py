@@ -93,9 +93,9 @@ def magi_attn_flex_key(
                 raise ValueError(f"{name}: only True is supported, queries and keys are the same tokens")
         mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
         shape = (num_heads_q, num_heads_kv, head_dim)
-        key = new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
-        others = values_to_compare(key, compare)
-    return _RUNTIMES.compared(key, others)
+        new = new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
+        others = values_to_compare(new.key, compare)
+    return _RUNTIMES.register(*new, others)
 
 
 @outside_graphs
@@ -126,9 +126,9 @@ def magi_attn_varlen_key(
     with made_on_all_ranks(cp_group_or_mesh, dist_attn_config):
         mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size)
         shape = (num_heads_q, num_heads_kv, head_dim)
-        key = new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
-        others = values_to_compare(key, compare)
-    return _RUNTIMES.compared(key, others)
+        new = new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
+        others = values_to_compare(new.key, compare)
+    return _RUNTIMES.register(*new, others)
 
 
 @outside_graphs
@@ -192,8 +192,8 @@ def make_flex_key_for_new_mask_after_dispatch(
     with made_on_all_ranks(key_for_dispatch.cp_group, dist_attn_config or key_for_dispatch.config):
         mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen, total_seqlen)
         shape = (num_heads_q, num_heads_kv, head_dim)
-        key = new_mask_key(_RUNTIMES, mask, shape, key_for_dispatch, dist_attn_config)
-    return _RUNTIMES.compared(key)
+        new = new_mask_key(_RUNTIMES, mask, shape, key_for_dispatch, dist_attn_config)
+    return _RUNTIMES.register(*new)
 
 
 @outside_graphs
@@ -215,8 +215,8 @@ def make_varlen_key_for_new_mask_after_dispatch(
     total_seqlen = key_for_dispatch.mask.total_seqlen_q
     with made_on_all_ranks(key_for_dispatch.cp_group, dist_attn_config or key_for_dispatch.config):
         mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size, total_seqlen)
-        key = new_mask_key(_RUNTIMES, mask, (None, None, None), key_for_dispatch, dist_attn_config)
-    return _RUNTIMES.compared(key)
+        new = new_mask_key(_RUNTIMES, mask, (None, None, None), key_for_dispatch, dist_attn_config)
+    return _RUNTIMES.register(*new)
 
 
 @outside_graphs

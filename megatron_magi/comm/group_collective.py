@@ -245,8 +245,7 @@ def make_room(
     """Allocates the memory that later calls of `group_cast` and `group_reduce` need.
 
     Collective. Without it memory grows on demand, and each time all ranks wait for their GPUs. For static arguments,
-    which CUDA graphs refer to, it is the most that calls with as many rows a rank can need, as it cannot grow once a
-    graph is captured.
+    which CUDA graphs refer to, it is the most that calls with as many rows a rank can need, as graphs keep theirs.
 
     Args:
         casts: arguments of the calls.
@@ -301,7 +300,7 @@ def raise_failure(group: dist.ProcessGroup) -> None:
 
 
 def forget_graphs(group: dist.ProcessGroup) -> None:
-    """To be called on all ranks when no CUDA graph with calls on the group is left: its memory may grow again."""
+    """To be called on all ranks when no CUDA graph with calls on the group is left: its memory may be freed."""
     native = present_native(group)
     if native is not None:
         native.forget_graphs()

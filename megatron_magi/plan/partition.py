@@ -142,7 +142,8 @@ def areas_by_place(part: Partition) -> tuple[np.ndarray, np.ndarray]:
     own = part.bands[i]
     own[:, bd.K0] = np.maximum(own[:, bd.K0], start[j] - up[i])
     own[:, bd.K1] = np.minimum(own[:, bd.K1], end[j] - up[i])
-    local, total = sum_by_rank(rank[i], bd.areas(own), cp_size), sum_by_rank(rank, bd.areas(part.bands), cp_size)
+    areas = bd.areas(np.concatenate([own, part.bands]))
+    local, total = sum_by_rank(rank[i], areas[: len(own)], cp_size), sum_by_rank(rank, areas[len(own) :], cp_size)
     return local, total - local
 
 

@@ -11,7 +11,6 @@ from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.checks import int_at_least
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
-from megatron_magi.mask import bands as bd
 from megatron_magi.plan.balance import assign_chunks
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.degree import choose_degree
@@ -95,8 +94,8 @@ class Plan:
                 one_launch=self.config.overlap.one_launch,
                 schedule=self.schedule,
                 plan_hash=self.plan_hash,
-                area=int(sum(bd.areas(b).sum() for b in bands)),
-                num_tokens=int((self.dispatch.global_index(cp_rank) < self.dispatch.total_seqlen).sum()),
+                area=int(self._area[cp_rank]),
+                num_tokens=int(np.diff(np.minimum(self.dispatch.ranges[cp_rank], self.dispatch.total_seqlen)).sum()),
             )
         return self._rank_plans[cp_rank]
 
