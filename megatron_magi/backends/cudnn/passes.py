@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_magi.backends.cudnn import plans, support
 from megatron_magi.backends.cudnn.plans import Planned, Shape
-from megatron_magi.operands.merge import merge_sink_
+from megatron_magi.operands.merge import merge_finite_, merge_sink_
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.runtime.lru import LruCache
@@ -60,7 +60,7 @@ def forward(
         part_lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
         _run_forward((q, k, v), part, part_lse, max_logits, bands, options)
         if adds:
-            _merge(out, lse, part, part_lse.t())
+            merge_finite_(out, lse, part, part_lse.t())
         else:
             lse.copy_(part_lse.t())
             if not is_direct:
@@ -68,15 +68,6 @@ def forward(
     if sink is not None:
         merge_sink_(out, lse, sink)
     return max_logits
-
-
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """`megatron_magi.operands.merge.merge_` of a part whose output is 0 where its lse is -inf, without copies of out."""
-    total = torch.logaddexp(lse, part_lse)
-    safe = total.masked_fill(total == -torch.inf, 0)
-    out.mul_(torch.exp(lse - safe)[..., None])
-    out.add_(part * torch.exp(part_lse - safe)[..., None])
-    lse.copy_(total)
 
 
 def backward(

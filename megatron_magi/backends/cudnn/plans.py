@@ -1,4 +1,4 @@
-"""Mask plans of `cudnn.flex_attention` on a device: made once for a mask and shape, cached, or kept by prepared batches.
+"""Mask plans of `cudnn.flex_attention` on a device: made once for a mask and shape; cached, or kept with a batch.
 
 Making a plan launches kernels and reads a few counts back. It is done on a stream of its own, so that the host waits
 for nothing else; those of prepared batches are made by a thread of their own, while the device computes earlier steps.
@@ -159,8 +159,8 @@ def _make(ends: np.ndarray, shape: Shape, device: torch.device) -> tuple[Any, to
 
 @dataclass(frozen=True, eq=False)
 class MaskTables:
-    """See `megatron_magi.backends.base.MaskTables`. The intervals are copied on the stream of plans, not with the batch:
-    the copy of a batch may wait for all that is queued on its stream.
+    """See `megatron_magi.backends.base.MaskTables`. Intervals are copied on the stream of plans, not with the batch:
+    its copy may wait for all that is queued on its stream.
 
     Attributes:
         digest: of the mask; None if there is no plan.
