@@ -84,6 +84,13 @@ def fastest(
     return None
 
 
+def faster_than_chosen(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> list[Backend]:
+    """The backends that ``auto`` passes over for such tensors, before it takes one."""
+    found = fastest(device, dtype, dims)
+    before = _FASTEST if found is None else _FASTEST[: _FASTEST.index(found.name)]
+    return [BACKENDS[name] for name in before]
+
+
 def why_not(
     backend: Backend,
     device: torch.device,
