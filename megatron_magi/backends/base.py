@@ -50,6 +50,7 @@ class Backend(ABC):
 
     Attributes:
         name: value of ``impl`` that selects it.
+        title: its kernels in words, for logs.
         caches_passes: both passes and `row_delta` take a dictionary ``memo``, in which they keep what calls that
             differ in addresses alone share (`CachedPass`).
         takes_out: the backward takes the output of the forward over all keys and sinks, in the dtype of q, as ``out``,
@@ -58,6 +59,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    title: ClassVar[str] = "kernels"
     caches_passes: ClassVar[bool] = False
     takes_out: ClassVar[bool] = False
     tables: ClassVar[HostTables | None] = None

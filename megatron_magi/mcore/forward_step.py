@@ -61,7 +61,8 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
         planner.shape, config, planner.cp_size, rolls=planner.rolls, captured=captures(args), target=local_target()
     )
     compile_ahead(kernels, args.local_rank, local_target())
-    print_rank_0(summary(args, has_kernels=planner.shape.num_sms is not None))
+    backend = planner.shape.table_backend
+    print_rank_0(summary(args, by=None if backend is None else backend.title))
     return BatchDispatcher(planner, agreement_group)
 
 
@@ -109,7 +110,7 @@ def check_captures(args: Namespace, shape: AttnShape, impl: str, group: dist.Pro
     """
     if not captures(args):
         return
-    if shape.num_sms is None:
+    if shape.table_backend is None or shape.table_backend.capture is None:
         raise ValueError(
             "cuda_graph_impl: full_iteration with --attention-backend magi needs Hopper GPUs, and bf16 or fp16"
         )

@@ -28,6 +28,7 @@ class Cudnn(Backend):
     """Flexible attention of the cuDNN frontend, for fp16 and bf16 on Hopper and Blackwell GPUs of data centers."""
 
     name: ClassVar[str] = "cudnn"
+    title: ClassVar[str] = "kernels of the cuDNN frontend"
     takes_out: ClassVar[bool] = True
     tables: ClassVar[HostTables | None] = _Tables()
 
