@@ -50,7 +50,7 @@ def forward(
     out, lse, adds = output
     check(q, v, options, bands)
     max_logits = q.new_full((q.shape[1],), -torch.inf, dtype=lse.dtype) if return_max_logits else None
-    if not plans.sees_a_key(bands, q.shape[0]):
+    if not plans.facts_of(bands).sees:
         if not adds:
             out.zero_()
             lse.fill_(-torch.inf)
@@ -76,7 +76,7 @@ def backward(
     """See `megatron_magi.backends.base.Backend.backward`; ``out`` is the output over all keys and sinks."""
     q, k, v, dout, lse, delta = inputs
     check(q, v, options, bands)
-    if not plans.sees_a_key(bands, q.shape[0]):
+    if not plans.facts_of(bands).sees:
         for into, adds in grads.tensors():
             if not adds:
                 into.zero_()

@@ -31,10 +31,22 @@ _MAX_PLANS = 256
 _MAX_BYTES = 512 << 20  # of device memory
 _plans: LruCache[tuple, Planned] = LruCache(_MAX_BYTES, _MAX_PLANS)
 _prepared: WeakValueDictionary[tuple, Planned] = WeakValueDictionary()
-_digests: FrozenMemo[bytes] = FrozenMemo()
+_known: FrozenMemo[Facts] = FrozenMemo()
 _MARK = np.zeros(1, dtype=np.int32)
 building = threading.Lock()
 """Held while a plan is made or a kernel is compiled: the compiler serves one thread at a time."""
+
+
+class Facts(NamedTuple):
+    """Of a mask.
+
+    Attributes:
+        digest: of the table's content.
+        sees: whether any row sees a key.
+    """
+
+    digest: bytes
+    sees: bool
 
 
 class Shape(NamedTuple):
@@ -85,13 +97,14 @@ class Planned:
         return True
 
 
-def content_digest(bands: np.ndarray) -> bytes:
-    """Digest of a table; cached for read-only tables."""
-    digest = _digests.get(bands)
-    if digest is None:
+def facts_of(bands: np.ndarray) -> Facts:
+    """Facts of a mask; cached for read-only tables."""
+    facts = _known.get(bands)
+    if facts is None:
         digest = hashlib.blake2b(np.ascontiguousarray(bands).tobytes(), digest_size=16).digest()
-        _digests.put(bands, digest)
-    return digest
+        facts = Facts(digest, bool(len(bd.tighten(bands))))
+        _known.put(bands, facts)
+    return facts
 
 
 def plan_of(bands: np.ndarray, shape: Shape, device: torch.device) -> Planned:
@@ -107,7 +120,7 @@ def plan_of(bands: np.ndarray, shape: Shape, device: torch.device) -> Planned:
     """
     if is_capturing(device):
         raise RuntimeError("attention: a CUDA graph keeps no mask, and would read its plan after it is dropped")
-    digest, both = content_digest(bands), shape._replace(has_backward=True)
+    digest, both = facts_of(bands).digest, shape._replace(has_backward=True)
     for known in dict.fromkeys((both, shape)):
         key = _key(digest, known, device)
         if (found := _prepared.get(key) or _plans.get(key)) is not None:
@@ -163,19 +176,19 @@ class MaskTables:
     its copy may wait for all that is queued on its stream.
 
     Attributes:
-        digest: of the mask; None if there is no plan.
+        facts: of the mask; None if there is no plan.
         shape: of the passes.
         ends: of `row_intervals`.
     """
 
-    digest: bytes | None = None
+    facts: Facts | None = None
     shape: Shape | None = None
     ends: np.ndarray | None = None
 
     @property
     def num_plans(self) -> int:
         """Number of plans."""
-        return int(self.digest is not None)
+        return int(self.facts is not None)
 
     @property
     def num_arrays(self) -> int:
@@ -187,12 +200,12 @@ class MaskTables:
     ) -> Sequence[object]:
         """Has the plan made; it is found as long as the caller keeps the returned object."""
         del plan_bytes
-        if self.digest is None or self.shape is None or self.ends is None or ready is None:
+        if self.facts is None or self.shape is None or self.ends is None or ready is None:
             return []
-        _digests.put(bands, self.digest)
+        _known.put(bands, self.facts)
         (mark,) = tensors
         device = mark.device
-        key = _key(self.digest, self.shape, device)
+        key = _key(self.facts.digest, self.shape, device)
         found = _prepared.get(key)
         if found is None:
             found = Planned(_planner().submit(_make, self.ends, self.shape, device))
@@ -210,11 +223,7 @@ def make_stage_tables(masks: StageMasks, use: TableUse) -> StageTables:
 
 
 def _make_table(bands: np.ndarray, shape: Shape) -> MaskTables:
-    if not sees_a_key(bands, shape.num_rows) or support.intervals_of(bands) > support.MOST_INTERVALS:
+    facts = facts_of(bands)
+    if not facts.sees or support.intervals_of(bands) > support.MOST_INTERVALS:
         return MaskTables()
-    return MaskTables(content_digest(bands), shape, row_intervals(bands, shape.num_rows))
-
-
-def sees_a_key(bands: np.ndarray, num_rows: int) -> bool:
-    """Whether any row sees a key."""
-    return bool(num_rows and len(bands)) and bool(len(bd.tighten(bands)))
+    return MaskTables(facts, shape, row_intervals(bands, shape.num_rows))

@@ -115,14 +115,16 @@ OF_CALLS = (
 
 def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], instead: str) -> str | None:
     """The reason why it does not take such tensors; None if it does."""
-    return _first(OF_TENSORS, Ask(*_where(device), installed_version(), dtype, dims), instead)
+    reason = _of_tensors(Ask(*_where(device), installed_version(), dtype, dims))
+    return None if reason is None else f"{reason}; use {instead}"
 
 
 def why_not_call(options: AttnOptions, bands: np.ndarray | None, instead: str) -> str | None:
     """The reason why it does not compute such a call of tensors that it takes; None if it does."""
     intervals = 1 if bands is None else intervals_of(bands)
     ask = Ask("", None, None, DTYPES[0], (MOST_DIM, MOST_DIM), options.softcap, intervals)
-    return _first(OF_CALLS, ask, instead)
+    reason = _first(OF_CALLS, ask)
+    return None if reason is None else f"{reason}; use {instead}"
 
 
 def intervals_of(bands: np.ndarray) -> int:
@@ -134,8 +136,13 @@ def intervals_of(bands: np.ndarray) -> int:
     return found
 
 
-def _first(table: tuple[Lack, ...], ask: Ask, instead: str) -> str | None:
-    return next((f"{lack.reason(ask)}; use {instead}" for lack in table if lack.meets(ask)), None)
+@cache
+def _of_tensors(ask: Ask) -> str | None:
+    return _first(OF_TENSORS, ask)
+
+
+def _first(table: tuple[Lack, ...], ask: Ask) -> str | None:
+    return next((lack.reason(ask) for lack in table if lack.meets(ask)), None)
 
 
 def _where(device: torch.device) -> tuple[str, tuple[int, int] | None]:
