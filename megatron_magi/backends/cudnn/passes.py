@@ -31,7 +31,7 @@ _kernels: LruCache[tuple, Any] = LruCache(0, _MOST_KERNELS)
 
 def check(q: Tensor, v: Tensor, options: AttnOptions, bands: np.ndarray) -> None:
     """Raises ValueError, naming what would work, if it does not compute such a call."""
-    reason = support.why_not(q.device, q.dtype, (q.shape[2], v.shape[2]), "'torch'")
+    reason = support.why_not(q.device, q.dtype, (q.shape[2], v.shape[2]), "'torch'", q.shape[1] // v.shape[1])
     reason = reason or support.why_not_call(options, bands, "'torch'")
     if reason is not None:
         raise ValueError(reason)
@@ -88,17 +88,22 @@ def backward(
         made.append(into if is_direct else torch.empty(like.shape, dtype=q.dtype, device=q.device))
     if out is None:
         assert delta is not None
-        of_lse = delta.t().neg().contiguous()
+        of_lse = _by_heads(delta).neg_()
         out = _zeros(q.device, q.dtype)[: v.shape[2]].as_strided(dout.shape, (0, 0, 1))
     else:
         of_lse, out = None, _loadable(out, alignment)
-    outs = out, _loadable(dout.to(q.dtype), alignment), lse.t().contiguous(), of_lse
+    outs = out, _loadable(dout.to(q.dtype), alignment), _by_heads(lse), of_lse
     _run_backward((q, k, v), outs, made, bands, options, alignment)
     for (into, adds), part in zip(grads.tensors(), made, strict=True):
         if adds:
             into.add_(part)
         elif part is not into:
             into.copy_(part)
+
+
+def _by_heads(rows: Tensor) -> Tensor:
+    """A copy of ``[num_rows, num_heads]`` as ``[num_heads, num_rows]``, with the strides of a new tensor."""
+    return torch.empty(rows.shape[1], rows.shape[0], dtype=torch.float32, device=rows.device).copy_(rows.t())
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, has_backward: bool) -> Shape:

@@ -20,7 +20,8 @@ INSTALL = "pip install 'megatron-magi[cudnn]'"
 _FIRST, _BEHIND = (1, 32), (1, 33)
 """Versions whose interface is known: it is experimental there. The extra ``cudnn`` in pyproject.toml has the same."""
 
-CAPABILITIES = ((9, 0), (10, 0), (10, 3))
+HOPPER = (9, 0)
+CAPABILITIES = (HOPPER, (10, 0), (10, 3))
 BLACKWELL_MAJOR = 10
 DTYPES = (torch.bfloat16, torch.float16)
 DIM_UNIT, MOST_DIM = 8, 128
@@ -38,6 +39,7 @@ class Ask(NamedTuple):
         capability: of the GPU; None without one.
         found: installed version of the package, or None.
         dtype, dims: of q, k and v; head dims of q and k, and of v.
+        group: query heads of a key head.
         softcap: of the call.
         intervals: most intervals of keys that a row sees.
     """
@@ -47,6 +49,7 @@ class Ask(NamedTuple):
     found: str | None
     dtype: torch.dtype
     dims: tuple[int, int]
+    group: int = 1
     softcap: float = 0.0
     intervals: int = 1
 
@@ -93,6 +96,23 @@ OF_TENSORS = (
             f"256, got {ask.dims[0]} (q, k) and {ask.dims[1]} (v)"
         ),
     ),
+    # Its backward on Hopper: sums over heads of a group need equal tiles of dk and dv, and shared memory has an end.
+    Lack(
+        "two head dims with groups on Hopper",
+        lambda ask: ask.capability == HOPPER and ask.group > 1 and ask.dims[0] != ask.dims[1],
+        lambda ask: (
+            f"q, v: impl 'cudnn' takes different head dims on compute capability 9.0 with as many key heads as query "
+            f"heads alone, got {ask.dims[0]} (q, k), {ask.dims[1]} (v) and {ask.group} query heads of a key head"
+        ),
+    ),
+    Lack(
+        "head dims that differ much on Hopper",
+        lambda ask: ask.capability == HOPPER and 48 < ask.dims[0] <= 64 and ask.dims[1] > 96,
+        lambda ask: (
+            f"q, v: impl 'cudnn' takes head dims 56 and 64 of q and k with at most 96 of v on compute capability 9.0, "
+            f"got {ask.dims[1]} (v)"
+        ),
+    ),
     # Its backward for them takes no gradient of the lse, by which delta over all keys is given here.
     Lack(
         "head dim 256 on Blackwell",
@@ -113,16 +133,18 @@ OF_CALLS = (
 """What it lacks of tensors, and of options and masks: the first row that applies is the reason."""
 
 
-def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], instead: str) -> str | None:
+def why_not(
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], instead: str, group: int = 1
+) -> str | None:
     """The reason why it does not take such tensors; None if it does."""
-    reason = _of_tensors(Ask(*_where(device), installed_version(), dtype, dims))
+    reason = _of_tensors(Ask(*_where(device), installed_version(), dtype, dims, group))
     return None if reason is None else f"{reason}; use {instead}"
 
 
 def why_not_call(options: AttnOptions, bands: np.ndarray | None, instead: str) -> str | None:
     """The reason why it does not compute such a call of tensors that it takes; None if it does."""
     intervals = 1 if bands is None else intervals_of(bands)
-    ask = Ask("", None, None, DTYPES[0], (MOST_DIM, MOST_DIM), options.softcap, intervals)
+    ask = Ask("", None, None, DTYPES[0], (MOST_DIM, MOST_DIM), 1, options.softcap, intervals)
     reason = _first(OF_CALLS, ask)
     return None if reason is None else f"{reason}; use {instead}"
 

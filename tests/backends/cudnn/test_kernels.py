@@ -26,10 +26,9 @@ from tests.ops.naive import Case, masks, packed_causal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cudnn]
 
-DIMS = [
-    (64, 64), (128, 128), (192, 128), (40, 72),
-    pytest.param((256, 256), marks=pytest.mark.sm90),
-]  # fmt: skip
+DIMS = [(64, 64), (128, 128), (40, 40), pytest.param((256, 256), marks=pytest.mark.sm90)]
+TWO_DIMS = [(192, 128), (40, 72)]
+"""Of q and k, and of v: on Hopper with one query head for each key head."""
 HEADS = [(16, 1), (6, 4), (1, 4)]
 
 
@@ -57,7 +56,7 @@ def check(case: Case, got: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", [*DIMS, *TWO_DIMS], ids=str)
 @settings(max_examples=20)
 @given(
     mask=masks(longest=400),
@@ -67,6 +66,7 @@ def check(case: Case, got: dict[str, torch.Tensor]) -> None:
     seed=st.integers(0, 99),
 )
 def test_random_masks_match_fp64(dims, dtype, mask, heads, sink, deterministic, seed):
+    heads = (16, 1) if dims in TWO_DIMS else heads
     case = Case(mask, *heads, *dims, sink=sink, dtype=dtype, device="cuda", seed=seed)
     check(case, run(case, deterministic=deterministic))
 
@@ -120,19 +120,15 @@ def test_views_and_tensors_that_are_not_aligned():
         assert all(torch.equal(found[name], expected[name]) for name in ("out", "lse"))
 
 
-def batches(lengths, config, shape):
-    for each in lengths:
-        plan = make_plan(builders.varlen(doc_lengths=each, causal=True), config, 1)
-        yield plan, prepare_batch({"mask": plan.for_rank(0)}, shape, config)
-
-
 def test_a_prepared_batch_brings_its_plan_and_takes_it_along(monkeypatch):
     config = MagiConfig(attend=AttendConfig(impl="cudnn"))
     shape = AttnShape(8, 2, 128, 128, torch.bfloat16).kernels_for("cuda", "cudnn")
     assert shape.backend == "cudnn" and shape.num_sms
     monkeypatch.setattr(plans, "_plans", LruCache(1 << 30))
     q, k, v = (torch.randn(600, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
-    for plan, batch in batches([[100, 500], [600], [250, 1, 349]], config, shape):
+    for lengths in ([100, 500], [600], [250, 1, 349]):
+        plan = make_plan(builders.varlen(doc_lengths=lengths, causal=True), config, 1)
+        batch = prepare_batch({"mask": plan.for_rank(0)}, shape, config)
         batch.to("cuda")
         rank_plan = batch.plans["mask"]
         index = torch.from_numpy(plan.dispatch.global_index(0)).to("cuda")
@@ -143,7 +139,7 @@ def test_a_prepared_batch_brings_its_plan_and_takes_it_along(monkeypatch):
         assert not len(plans._plans), "a plan was made in the step"
         expected = slice_attention(*(t.detach() for t in leaves), rank_plan.bands[0], impl="reference")[0]
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
-        del batch, rank_plan, out, leaves
+        del batch, plan, rank_plan, out, leaves
         gc.collect()
         assert not len(plans._prepared)
         plans._plans.drop(lambda _key: True)
@@ -164,6 +160,7 @@ def test_new_masks_compile_nothing(monkeypatch):
         lengths = np.diff(np.concatenate([[0], cuts, [2048]]))
         return builders.sliding_window(doc_lengths=lengths, left=int(rng.integers(1, 900)), right=0, global_tokens=2)
 
+    monkeypatch.setattr(passes, "_kernels", LruCache(0, 256))
     for _ in range(20):
         step(draw())
 
@@ -171,10 +168,9 @@ def test_new_masks_compile_nothing(monkeypatch):
         raise AssertionError("a kernel is compiled for a new mask")
 
     monkeypatch.setattr(cute, "compile", refuse)
-    made = len(passes._kernels)
     for _ in range(1000):
         step(draw())
-    assert len(passes._kernels) == made
+    assert len(passes._kernels) <= 4, "two passes, of two forms of plans"
 
 
 def test_a_mask_that_is_being_captured_is_refused():

@@ -55,6 +55,7 @@ def test_it_takes_what_the_package_has(on_gpu, capability, dims, dtype):
         ((10, 0), "1.32.0", torch.float32, DIMS, r"^q: impl 'cudnn' takes bf16 and fp16, got torch.float32"),
         ((9, 0), "1.32.0", BF16, (160, 160), r"^q, v: .*up to 128, 192 with 128, and 256, got 160 .* and 160"),
         ((9, 0), "1.32.0", BF16, (36, 64), r"^q, v: .*multiples of 8"),
+        ((9, 0), "1.32.0", BF16, (64, 128), r"^q, v: .*56 and 64 of q and k with at most 96 of v .* got 128"),
         ((10, 3), "1.32.0", BF16, (256, 256), r"^q, v: .*256 on compute capability 9.0 alone"),
     ],
 )
@@ -64,6 +65,15 @@ def test_what_it_lacks_is_named(on_gpu, capability, version, dtype, dims, reason
     assert found is not None and found.endswith("; use 'torch'")
     with pytest.raises(ValueError, match=reason):
         raise ValueError(found)
+
+
+def test_on_hopper_groups_of_heads_need_one_head_dim(on_gpu):
+    on_gpu((9, 0))
+    assert support.why_not(GPU, BF16, (192, 128), "x", 1) is None
+    assert support.why_not(GPU, BF16, (128, 128), "x", 4) is None
+    assert "different head dims on compute capability 9.0" in str(support.why_not(GPU, BF16, (192, 128), "x", 4))
+    on_gpu((10, 0))
+    assert support.why_not(GPU, BF16, (192, 128), "x", 4) is None
 
 
 def test_head_dim_256_is_taken_on_hopper(on_gpu):
