@@ -69,5 +69,5 @@ format: setup
 
 clean:
 	rm -rf .venv .uv build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -f megatron_magi/plan/_solver*.so megatron_magi/backends/sm90/_tiles*.so megatron_magi/cuda/_calls*.so
+	rm -f megatron_magi/plan/_solver*.so megatron_magi/backends/tiles/_tiles*.so megatron_magi/cuda/_calls*.so
 	find megatron_magi tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

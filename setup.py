@@ -30,7 +30,7 @@ LIBRARIES = [
     )
     for name, sources in (
         ("megatron_magi.plan._solver", ("solver/solver", "solver/counts")),
-        ("megatron_magi.backends.sm90._tiles", ("solver/tiles",)),
+        ("megatron_magi.backends.tiles._tiles", ("solver/tiles",)),
         ("megatron_magi.cuda._calls", ("calls/calls",)),
     )
 ]

@@ -129,6 +129,8 @@ class KernelCosts:
         separate_dq: likewise where heads are not packed, with head dim 128.
         most_forward_bytes: keys and values that a rank fetches up to which the forward of more than two ranks is one
             launch.
+        stage_tflops: attention rate while keys are fetched and stages are merged, TFLOP/s, for the number of stages.
+        stage_latency_us: fixed cost of one more stage (launches, merge), microseconds, likewise.
     """
 
     num_sms: int
@@ -145,3 +147,5 @@ class KernelCosts:
     separate_dq_packed: tuple[tuple[int, int], ...]
     separate_dq: tuple[tuple[int, int], ...]
     most_forward_bytes: int
+    stage_tflops: float
+    stage_latency_us: float

@@ -29,6 +29,9 @@ def machine(monkeypatch):
         monkeypatch.setattr(doctor, "driver_version", lambda: "580.65.06")
         monkeypatch.setattr(doctor, "target_of", lambda _device: TARGETS.get(capability))
         monkeypatch.setattr(doctor, "_collectives", lambda found, of=doctor._collectives: of(found, lambda *_: linked))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(count))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: f"GPU {capability}")
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
         monkeypatch.setattr(support, "_where", lambda device: (device.type, capability if count else None))
         monkeypatch.setattr(support, "installed_version", lambda: known["nvidia-cudnn-frontend"])
@@ -51,16 +54,15 @@ def test_a_machine_without_gpus_is_whole(machine, monkeypatch, capsys):
     [
         ((9, 0), "ffa", "kernels of this package over NVLink"),
         ((10, 0), "cudnn", "kernels of this package over NVLink"),
-        ((8, 0), None, "NCCL: kernels over NVLink need compute capability 9.0, 10.0 or 10.3"),
-        ((12, 0), None, "NCCL: kernels over NVLink need compute capability"),
+        ((8, 0), "triton", "NCCL: kernels over NVLink need compute capability 9.0, 10.0 or 10.3"),
+        ((12, 0), "triton", "NCCL: kernels over NVLink need compute capability"),
     ],
 )
 def test_it_says_which_attention_and_which_collectives(machine, capability, name, between):
     machine(capability, 2)
     report = examine()
     assert f"2 x GPU {capability}, compute capability {capability[0]}.{capability[1]}" in report.text
-    if name is not None:
-        assert f"impl {name!r} for bf16 and head dims 64, 128, 192/128" in report.text
+    assert f"impl {name!r} for bf16 and head dims 64, 128, 192/128" in report.text
     assert between in report.text and "driver 580.65.06, NCCL 2.28.9" in report.text
     assert not report.problems
 

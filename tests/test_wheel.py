@@ -207,7 +207,7 @@ def test_the_planner_is_compiled_where_there_is_a_compiler(tmp_path, what):
     script = "from megatron_magi.plan import native; print(native.available(), native.__file__)"
     said = subprocess.check_output([sys.executable, "-c", script], cwd=installed, env={"PYTHONPATH": str(installed)})
     assert said.split() == [b"True", str(installed / "megatron_magi" / "plan" / "native.py").encode()]
-    assert list((installed / "megatron_magi" / "backends" / "sm90").glob("_tiles*"))
+    assert list((installed / "megatron_magi" / "backends" / "tiles").glob("_tiles*"))
     assert list((installed / "megatron_magi" / "cuda").glob("_calls*"))
 
 

@@ -157,6 +157,12 @@ class CuDNNBackend(FFA):
         return self.problem.shape.head_dim, self.problem.shape.head_dim_v
 
 
+class Triton(FFA):
+    """The kernels in Triton here, likewise."""
+
+    impl = "triton"
+
+
 class FlashAttention3(Provider):
     """FlashAttention-3: variable lengths for documents, window arguments for a window."""
 
@@ -266,6 +272,7 @@ PROVIDERS: dict[str, type[Provider]] = {
     "magi_cudnn": CuDNNBackend,
     "flex": Flex,
     "ffa": FFA,
+    "triton": Triton,
     "fa3": FlashAttention3,
     "fa4": FlashAttention4,
     "magi": MagiAttention,

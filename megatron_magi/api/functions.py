@@ -16,7 +16,7 @@ from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.api.make_key import made_on_all_ranks, new_key, new_mask_key, values_to_compare
 from megatron_magi.api.mask_types import GeneralAttnMaskType
 from megatron_magi.api.masks import mask_from_ranges, mask_of_key
-from megatron_magi.api.runtime import RuntimeCache, default_device
+from megatron_magi.api.runtime import KeyRuntime, RuntimeCache, default_device
 from megatron_magi.api.static_key import StaticKey
 from megatron_magi.attention import distributed_attention
 from megatron_magi.checks import IntArrayLike, flag, instance, integer, renamed
@@ -418,6 +418,16 @@ def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
 def clear_cache(cp_group: Group = None) -> None:
     """Drops the plans of a group's keys, of all keys when None. Keys stay valid: they are planned again."""
     _RUNTIMES.clear(group_of(cp_group, "cp_group"))
+
+
+def runtime_of(key: DistAttnRuntimeKey) -> KeyRuntime:
+    """The plan of a key, once all ranks are known to have the same.
+
+    Raises:
+        ValueError: ``key`` is no key.
+        RuntimeError: the ranks' keys disagree.
+    """
+    return _RUNTIMES.get(key).agreed()
 
 
 def _dispatched(x: torch.Tensor, make_key, args: tuple, kwargs: dict, cp_group: Group, is_partial_grad: bool):

@@ -358,6 +358,7 @@ class TableUse(NamedTuple):
         needs_backward: gradients are needed.
         accumulates: results of several stages are merged in fp32.
         planner: as `DispatchConfig.planner`.
+        kind: `HostTables.kind` of the GPU.
     """
 
     num_heads: tuple[int, int]
@@ -369,6 +370,7 @@ class TableUse(NamedTuple):
     needs_backward: bool
     accumulates: bool
     planner: str
+    kind: Any = None
 
 
 class StageTables(NamedTuple):
@@ -458,6 +460,9 @@ class HostTables(Protocol):
 
     def sm_count(self, device: torch.device) -> int:
         """Streaming multiprocessors of a device, on which tables depend."""
+
+    def kind(self, device: torch.device) -> Any:
+        """What else of a device they depend on: a constant that can be sent to another process."""
 
     def make(self, masks: StageMasks, use: TableUse) -> StageTables:
         """Makes the tables of a plan's masks, without a GPU; they serve calls described by ``use``."""

@@ -15,17 +15,20 @@ from megatron_magi.backends.blocked.backend import Blocked
 from megatron_magi.backends.cudnn.backend import Cudnn
 from megatron_magi.backends.reference.backend import Reference
 from megatron_magi.backends.sm90.backend import Sm90
+from megatron_magi.backends.triton.backend import TritonKernels
 from megatron_magi.operands.options import AttnOptions
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Blocked(), Sm90(), Cudnn())}
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (Reference(), Blocked(), Sm90(), Cudnn(), TritonKernels())
+}
 """Backends by the value of ``impl`` that selects them."""
 
 SPARSE: dict[str, Sparse] = {name: backend.sparse for name, backend in BACKENDS.items() if backend.sparse is not None}
 """Attention over lists of keys, likewise."""
 
-_FASTEST = ("ffa", "cudnn")
+_FASTEST = ("ffa", "cudnn", "triton")
 """Where ``auto`` looks on a GPU, in this order: the first that takes the call. Which GPUs a backend serves is its own
 matter (`Backend.why_not`). Where none does, it is `_ANYWHERE`."""
 

@@ -102,8 +102,8 @@ def slice_attention_forward(
         return_max_logits: also return the largest visible logit of each head.
         deterministic: bitwise repeatable results; a forward always is.
         sm_margin: streaming multiprocessors left to communication; for kernels that can.
-        impl: ``auto``, ``reference`` (dense), ``torch`` (blocked), ``ffa`` (Hopper kernels, bf16 and fp16) or
-            ``cudnn`` (the cuDNN frontend, likewise). One that is named never falls back to another.
+        impl: ``auto``, ``reference`` (dense), ``torch`` (blocked), ``ffa`` (Hopper kernels, bf16 and fp16), ``cudnn``
+            (the cuDNN frontend, likewise) or ``triton`` (other GPUs). One that is named never falls back to another.
 
     Returns:
         ``(out, lse, max_logits)``: out ``[num_rows, num_heads_q, head_dim_v]``, lse ``[num_rows,

@@ -1,38 +1,64 @@
-"""The number of remote stages: that with the shortest step, predicted from areas and rows with a `CostModel`.
+"""The number of remote stages: that with the shortest step, predicted from areas and rows.
 
-This model is simpler than that of `predict`, which compares dispatches with the rates of a GPU: it has the two rates
-that a user of MagiAttention gives (`compat/cost_factors.py`), and is all that a plan needs to choose a degree."""
+This model is simpler than that of `predict`, which compares dispatches: it has the rates that a user of MagiAttention
+gives (`compat/cost_factors.py`), otherwise those of the GPU, and is all that a plan needs to choose a degree.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from megatron_magi.backends.costs import DEFAULT, kernel_costs_of
 from megatron_magi.config import CostModel, OverlapConfig
+from megatron_magi.rates import Rates
 
 BACKWARD_WORK = 2.5
 """Ratio of operations of the backward to those of the forward: five matrix products instead of two."""
 
 
+def stage_costs(cost: CostModel, rates: Rates | None = None) -> CostModel:
+    """``cost`` with the rates that it leaves open: those of a GPU, `DEFAULT` if None, and of the kernels on it."""
+    rates = rates or DEFAULT
+    kernels = kernel_costs_of(rates.device)
+    of_gpu = {
+        "tflops": kernels.stage_tflops,
+        "gbytes_per_s": rates.gbytes_per_s,
+        "stage_latency_us": kernels.stage_latency_us,
+    }
+    return replace(cost, **{name: rate for name, rate in of_gpu.items() if getattr(cost, name) is None})
+
+
 def choose_degree(
-    local_area: np.ndarray, remote_area: np.ndarray, remote_rows: np.ndarray, config: OverlapConfig
+    local_area: np.ndarray,
+    remote_area: np.ndarray,
+    remote_rows: np.ndarray,
+    config: OverlapConfig,
+    rates: Rates | None = None,
 ) -> int:
     """Number of remote stages with the shortest predicted step of the slowest rank, forward and backward.
 
     Args:
         local_area, remote_area: visible pairs with own and with fetched keys, ``[cp_size]``.
         remote_rows: rows that each rank fetches, ``[cp_size]``.
+        config: ``cost`` has the shape of the attention.
+        rates: of the GPU, see `stage_costs`.
     """
     if not remote_rows.any():
         return 0
     if config.degree is not None:
         return max(config.degree, 1)
-    return 1 + int(np.argmin(step_us(local_area, remote_area, remote_rows, config.max_degree, config.cost)))
+    cost = stage_costs(config.cost, rates)
+    return 1 + int(np.argmin(step_us(local_area, remote_area, remote_rows, config.max_degree, cost)))
 
 
 def step_us(
     local_area: np.ndarray, remote_area: np.ndarray, remote_rows: np.ndarray, max_degree: int, cost: CostModel
 ) -> np.ndarray:
     """Predicted time of a step with 1, 2, ... ``max_degree`` stages, ``[max_degree]``; see `choose_degree`.
+
+    ``cost`` has all rates (`stage_costs`).
 
     Fetches run one stage ahead of the compute, in order. In the backward a stage's gradients are sent when it is
     computed and take as long as its keys; those of the last stage are exposed.

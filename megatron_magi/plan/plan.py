@@ -58,7 +58,9 @@ class Plan:
         self._part = partition(mask, dispatch)
         own_area, fetched_area = areas_by_place(self._part)
         self._area = own_area + fetched_area
-        self.degree = choose_degree(own_area, fetched_area, self._part.remote_rows, config.overlap)
+        self.degree = choose_degree(
+            own_area, fetched_area, self._part.remote_rows, config.overlap, config.dispatch.rates
+        )
         self._stages = split_stages(self._part, self.degree)
         ranks_per_node = nodes_in_use(config.comm.ranks_per_node, dispatch.cp_size)
         self._transfers = TransferTable(self._part, self._stages, ranks_per_node)

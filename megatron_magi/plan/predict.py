@@ -63,7 +63,7 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
         overlap: how stages are chosen and ordered; its ``cost`` has the shape of the attention.
     """
     received, sent = counts.received.sum(axis=0), counts.sent.sum(axis=0)
-    degree = choose_degree(counts.area[0], counts.area[1], received, overlap)
+    degree = choose_degree(counts.area[0], counts.area[1], received, overlap, rates)
     own, fetched = (_Stage(*(c[place].astype(np.float64) for c in counts[:7])) for place in (0, 1))
     # Kernels wait for rows of their own node only.
     at_once = overlap.one_launch and overlap.degree != 0 and not overlap.hide_tail_reduce and degree > 0

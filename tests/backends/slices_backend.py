@@ -56,6 +56,9 @@ class Tables:
     def sm_count(self, device: torch.device) -> int:
         return 1
 
+    def kind(self, device: torch.device) -> None:
+        return None
+
     def make(self, masks: StageMasks, use: TableUse) -> StageTables:
         assert not masks.is_fused
         assert not masks.is_alone

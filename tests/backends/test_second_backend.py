@@ -126,7 +126,7 @@ def test_the_configuration_knows_the_backends_of_the_registry() -> None:
 
 
 def test_what_uses_backends_names_no_architecture() -> None:
-    """Neither a compute capability nor an architecture's name is in the code outside its backend and `cuda.target`."""
+    """Neither a compute capability nor an architecture's name is in the code outside of backends and `cuda.target`."""
     root = Path(megatron_magi.__file__).parent
     found = []
     for path in sorted(root.rglob("*.py")):

@@ -20,6 +20,9 @@ class _Tables:
     def sm_count(self, device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
 
+    def kind(self, device: torch.device) -> None:
+        """Nothing: plans are made on the device."""
+
     def make(self, masks: StageMasks, use: TableUse) -> StageTables:
         return plans.make_stage_tables(masks, use)
 

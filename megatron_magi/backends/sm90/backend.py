@@ -38,6 +38,9 @@ class _Tables:
     def sm_count(self, device: torch.device) -> int:
         return support.sm_count(device)
 
+    def kind(self, device: torch.device) -> None:
+        """Nothing else of it."""
+
     def make(self, masks: StageMasks, use: TableUse) -> StageTables:
         return make_stage_tables(masks, use)
 

@@ -28,6 +28,9 @@ def on_gpu(monkeypatch):
         monkeypatch.setattr(support, "installed_version", lambda: version)
         monkeypatch.setattr(hopper, "_is_hopper", lambda device: device.type == "cuda" and capability == (9, 0))
         monkeypatch.setattr(registry, "_said", set())
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: f"GPU {capability}")
 
     return pretend
 
@@ -104,23 +107,22 @@ def test_forced_by_name_it_refuses_on_a_cpu():
         ((9, 0), None, BF16, DIMS, AttnOptions(0.1, 2.0), builders.causal(4), "ffa"),
         ((10, 0), "1.32.0", BF16, DIMS, PLAIN, builders.causal(4), "cudnn"),
         ((10, 3), "1.32.0", BF16, (64, 64), PLAIN, builders.causal(4), "cudnn"),
-        ((10, 0), None, BF16, DIMS, PLAIN, builders.causal(4), "next"),
-        ((10, 0), "1.32.0", torch.float32, DIMS, PLAIN, builders.causal(4), "next"),
-        ((10, 0), "1.32.0", BF16, (256, 256), PLAIN, builders.causal(4), "next"),
-        ((10, 0), "1.32.0", BF16, DIMS, AttnOptions(0.1, 2.0), builders.causal(4), "next"),
-        ((10, 0), "1.32.0", BF16, DIMS, PLAIN, of_many_intervals(support.MOST_INTERVALS + 1), "next"),
-        ((8, 0), "1.32.0", BF16, DIMS, PLAIN, builders.causal(4), "next"),
-        ((8, 9), "1.32.0", BF16, DIMS, PLAIN, builders.causal(4), "next"),
-        ((12, 0), "1.32.0", BF16, DIMS, PLAIN, builders.causal(4), "next"),
+        ((10, 0), None, BF16, DIMS, PLAIN, builders.causal(4), "triton"),
+        ((10, 0), "1.32.0", torch.float32, DIMS, PLAIN, builders.causal(4), "triton"),
+        ((10, 0), "1.32.0", BF16, (256, 256), PLAIN, builders.causal(4), "triton"),
+        ((10, 0), "1.32.0", BF16, DIMS, AttnOptions(0.1, 2.0), builders.causal(4), "triton"),
+        ((10, 0), "1.32.0", BF16, DIMS, PLAIN, of_many_intervals(support.MOST_INTERVALS + 1), "triton"),
+        ((8, 0), "1.32.0", BF16, DIMS, PLAIN, builders.causal(4), "triton"),
+        ((8, 9), "1.32.0", BF16, DIMS, PLAIN, builders.causal(4), "triton"),
+        ((12, 0), "1.32.0", BF16, DIMS, PLAIN, builders.causal(4), "triton"),
+        ((9, 0), "1.32.0", torch.float32, DIMS, PLAIN, builders.causal(4), "triton"),
+        ((7, 5), "1.32.0", BF16, DIMS, PLAIN, builders.causal(4), "torch"),
     ],
 )
 def test_the_choice_follows_capability_options_and_mask(on_gpu, capability, version, dtype, dims, options, mask, name):
     on_gpu(capability, version)
     found = registry.choose("auto", GPU, dtype, dims, options, (mask.bands,))
-    if name == "next":
-        assert found.name not in ("ffa", "cudnn")
-    else:
-        assert found.name == name
+    assert found.name == name
     assert registry.choose("auto", torch.device("cpu"), dtype, dims, options, (mask.bands,)).name == "torch"
 
 
