@@ -10,7 +10,7 @@ from megatron_magi.rates import Rates
 DispatchAlgorithm = Literal["auto", "affinity", "min_heap", "sorted_sequential", "zigzag", "sequential"]
 CommImpl = Literal["auto", "reference", "all_to_all", "native"]
 PlannerImpl = Literal["auto", "python", "native"]
-AttendImpl = Literal["auto", "reference", "torch", "ffa", "triton"]
+AttendImpl = Literal["auto", "reference", "torch", "ffa", "cudnn", "triton"]
 SinkReduction = Literal["none", "sum", "avg"]
 
 

@@ -16,6 +16,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.variables import (
     CACHE_SIZE,
     DEBUG,
+    FA4_BACKEND,
     FORCE_JIT,
     HIERARCHICAL,
     HIGH_PRECISION,
@@ -177,8 +178,11 @@ def load(environ: Mapping[str, str] | None = None) -> Environment:
     given = {r.variable.name: r.variable.parse(r.text) for r in found if r.text is not None}
     if len({given[name] for name in (HIGH_PRECISION, OLD_HIGH_PRECISION) if name in given}) > 1:
         raise ValueError(f"{OLD_HIGH_PRECISION}: contradicts {HIGH_PRECISION}, its newer name")
-    if given.get(SDPA_BACKEND) and given.get(KERNEL_BACKEND, "sdpa") != "sdpa":
-        raise ValueError(f"{SDPA_BACKEND}: contradicts {KERNEL_BACKEND}, which newer scripts set")
+    for name, same in ((SDPA_BACKEND, ("sdpa",)), (FA4_BACKEND, ("fa4", "cudnn"))):
+        if given.get(name) and given.get(KERNEL_BACKEND, same[0]) not in same:
+            raise ValueError(f"{name}: contradicts {KERNEL_BACKEND}, which newer scripts set")
+    if given.get(SDPA_BACKEND) and given.get(FA4_BACKEND):
+        raise ValueError(f"{SDPA_BACKEND}: contradicts {FA4_BACKEND}, both choose the attention")
     if unknown := unknown_names(set_here):
         _warn_of(unknown)
     return Environment(tuple(given.items()))

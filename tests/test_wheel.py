@@ -356,7 +356,7 @@ def test_a_number_of_jobs_that_is_none_is_refused(jobs, capsys):
 
 def test_the_command_fills_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hopper_kernels, "common_kernels", lambda: [("preprocess", ()), ("preprocess", ("A=1",))])
-    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: (b"\x7fELF", ""))
+    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_, **__: (b"\x7fELF", ""))
     assert main(["build", "--into", str(tmp_path), "--jobs", "2"]) == 0
     assert len(list(tmp_path.glob("*.cubin"))) == 2
     assert f"2 kernels for sm_90a are in {tmp_path}" in capsys.readouterr().out

@@ -28,7 +28,7 @@ from megatron_magi.cuda.shared_memory import (
     read_words,
     write_word,
 )
-from megatron_magi.cuda.target import TARGETS, capabilities
+from megatron_magi.cuda.target import PEER_CAPABILITIES, capabilities
 
 _PREFIX = "megatron_magi/native"
 _NUM_SLOTS = 2
@@ -181,8 +181,8 @@ def refusal_of(said: list[dict[str, Any]]) -> str | None:
         return f"is for 2 to {MAX_RANKS} ranks, the group has {len(said)}"
     if any(s["host"] != said[0]["host"] for s in said):
         return "needs all ranks of the group on one host"
-    if any(tuple(s["capability"]) not in TARGETS for s in said):
-        return f"needs GPUs of compute capability {capabilities()}"
+    if any(tuple(s["capability"]) not in PEER_CAPABILITIES for s in said):
+        return f"needs GPUs of compute capability {capabilities(PEER_CAPABILITIES)}"
     if len({s["device"] for s in said}) < len(said):
         return "needs a GPU for each rank"
     most = min(most_groups(s["sms"]) for s in said)

@@ -125,8 +125,11 @@ def _padded_length(total: int, config: DispatchConfig, cp_size: int) -> int:
     return make_dispatch(causal(total), replace(config, algorithm="sequential"), cp_size).padded_seqlen
 
 
-def summary(args: Namespace, *, has_kernels: bool) -> str:
-    """A line for the log: what computes attention, the mask of layers that have none of their own, and which have."""
+def summary(args: Namespace, *, by: str | None) -> str:
+    """A line for the log: what computes attention, the mask of layers that have none of their own, and which have.
+
+    ``by``: the kernels in words; None if it is torch.
+    """
     if args.magi_mask is not None:
         mask = args.magi_mask
     elif args.reset_attention_mask:
@@ -138,7 +141,7 @@ def summary(args: Namespace, *, has_kernels: bool) -> str:
         mask += f"; in {windows} of {args.num_layers} layers the window {args.window_size[0]},0"
     if args.magi_layer_masks is not None:
         mask += f"; layers as {args.magi_layer_masks} says"
-    by = "Hopper kernels" if has_kernels else "torch (correct, but slow)"
+    by = by or "torch (correct, but slow)"
     return f"> attention by megatron_magi: {by}, context parallelism {args.context_parallel_size}, mask: {mask}"
 
 

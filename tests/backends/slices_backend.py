@@ -157,4 +157,4 @@ class Slices(Backend):
 def add() -> None:
     """Adds the backend in this process: to the registry, and to the configuration's list of names."""
     registry.BACKENDS[NAME] = Slices()
-    config.AttendImpl = Literal["auto", "reference", "torch", "ffa", "slices"]
+    config.AttendImpl = Literal["auto", *registry.BACKENDS]

@@ -92,7 +92,7 @@ def rank_says(**change):
         ([rank_says()], "is for 2 to 8 ranks"),
         ([rank_says(device=f"GPU-{i}") for i in range(9)], "is for 2 to 8 ranks"),
         ([rank_says(), rank_says(device="GPU-1", host=["a", "other"])], "on one host"),
-        ([rank_says(), rank_says(device="GPU-1", capability=[8, 0])], "compute capability 9.0"),
+        ([rank_says(), rank_says(device="GPU-1", capability=[8, 0])], "compute capability 9.0, 10.0 or 10.3"),
         ([rank_says(), rank_says()], "a GPU for each rank"),
         ([rank_says(), rank_says(device="GPU-1", groups=16)], "at most 16 groups"),
         ([rank_says(groups=9), rank_says(device="GPU-1", groups=9)], None),

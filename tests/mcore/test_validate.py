@@ -10,6 +10,7 @@ import torch
 from megatron.training import arguments
 
 from megatron_magi import envs
+from megatron_magi.backends.registry import BACKENDS
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
@@ -371,4 +372,5 @@ def test_the_log_says_what_attends_and_to_what(
     extra: list[str], without: tuple[str, ...], mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = _parse(monkeypatch, *extra, without=without)
-    assert summary(args, has_kernels=False).endswith(f"torch (correct, but slow), context parallelism 2, mask: {mask}")
+    assert summary(args, by=None).endswith(f"torch (correct, but slow), context parallelism 2, mask: {mask}")
+    assert f": {BACKENDS['cudnn'].title}, context" in summary(args, by=BACKENDS["cudnn"].title)

@@ -109,6 +109,7 @@ class Sm90(Backend):
     """The kernels of ``csrc/attention/sm90``, for fp16 and bf16 on GPUs of compute capability 9.0."""
 
     name: ClassVar[str] = "ffa"
+    title: ClassVar[str] = "Hopper kernels"
     caches_passes: ClassVar[bool] = True
     tables: ClassVar[HostTables | None] = _Tables()
     programs: ClassVar[Programs | None] = _Programs()

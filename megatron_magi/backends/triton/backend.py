@@ -22,6 +22,7 @@ class TritonKernels(Backend):
     """Kernels in Triton: any mask, all gradients bitwise repeatable, on GPUs of compute capability 8.0 and higher."""
 
     name: ClassVar[str] = "triton"
+    title: ClassVar[str] = "kernels in Triton"
     tables: ClassVar[base.HostTables | None] = HostTables()
 
     forward = staticmethod(attention.forward)
@@ -35,6 +36,8 @@ class TritonKernels(Backend):
             return f"q: impl 'triton' needs the package triton (pip install triton); use {instead}"
         if device.type != "cuda" and not _is_interpreted():
             return f"q: impl 'triton' computes on GPUs, got a tensor on {device.type}; use {instead}"
+        if device.type == "cuda" and not torch.cuda.is_available():  # a fake tensor may be on a device that is not
+            return f"q: impl 'triton' computes on GPUs, and there is none; use {instead}"
         if device.type == "cuda" and torch.version.hip is None:
             capability = torch.cuda.get_device_capability(device)
             if capability < _LEAST_CAPABILITY:
