@@ -126,8 +126,13 @@ def test_one_layout_is_one_value_and_hashes_tell_layouts_apart() -> None:
     named = {name: given_dispatch(name, 16, 2) for name in ("contiguous", "zigzag")}
     turned = given_dispatch([[*range(7, -1, -1)], [*range(8, 16)]], 16, 2)
     assert turned != named["contiguous"] and turned.chunk_rank.sum() > 0
-    hashes = {make_plan(mask, None, 2, dispatch).plan_hash for dispatch in (*named.values(), turned)}
-    assert len(hashes) == 3
+    # The same chunks on the same ranks, in another order of rows.
+    ordered = [
+        given_dispatch([rows, range(4, 12)], 16, 2)
+        for rows in ([*range(4), *range(12, 16)], [*range(12, 16), *range(4)])
+    ]
+    hashes = {make_plan(mask, None, 2, dispatch).plan_hash for dispatch in (named["contiguous"], turned, *ordered)}
+    assert len(hashes) == 4 and ordered[0] == named["zigzag"]
     again = given_dispatch("zigzag", 16, 2)
     assert again == named["zigzag"] and hash(again) == hash(named["zigzag"])
     assert make_plan(mask, None, 2, again).plan_hash == make_plan(mask, None, 2, named["zigzag"]).plan_hash
