@@ -36,6 +36,7 @@ SECTIONS = [
             "prefix_tree", "block_sparse"]}),
     ("Plans and batches that are planned ahead", "own_loop.md#planning-ahead", {
         "megatron_magi": ["make_plan", "distributed_attention"],
+        "megatron_magi.plan": ["given_dispatch"],
         "megatron_magi.attention": ["AttnShape", "prepare_batch", "PreparedBatch", "StaticPlans"]}),
     ("Packing and rollouts", "rollouts.md", {"megatron_magi.packing": [
         "BalancedSampler", "causal_area", "causal_work", "make_prefix_tree", "PrefixTree"]}),

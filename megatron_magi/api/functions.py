@@ -26,6 +26,7 @@ from megatron_magi.comm.agreement import told
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.operands.meta import AttnForwardMeta
+from megatron_magi.plan import Layout
 from megatron_magi.runtime.no_compile import outside_graphs
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def magi_attn_flex_key(
     is_q_permutable: bool = True,
     is_k_permutable: bool = True,
     compare: Mapping[str, torch.Tensor | int] | None = None,
+    layout: Layout | None = None,
+    layout_cu_seqlens: IntArrayLike | None = None,
 ) -> DistAttnRuntimeKey:
     """Makes the key of any mask: queries ``q_ranges[i]`` see keys ``k_ranges[i]`` as ``attn_mask_type[i]``.
 
@@ -93,7 +96,8 @@ def magi_attn_flex_key(
                 raise ValueError(f"{name}: only True is supported, queries and keys are the same tokens")
         mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
         shape = (num_heads_q, num_heads_kv, head_dim)
-        new = new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
+        given = (pad_size, chunk_size, cp_group_or_mesh, dist_attn_config, layout, layout_cu_seqlens)
+        new = new_key(_RUNTIMES, mask, shape, *given)
         others = values_to_compare(new.key, compare)
     return _RUNTIMES.register(*new, others)
 
@@ -112,6 +116,7 @@ def magi_attn_varlen_key(
     window_size: tuple[int, int] = (-1, -1),
     dist_attn_config: DistAttnConfig | MagiConfig | None = None,
     compare: Mapping[str, torch.Tensor | int] | None = None,
+    layout: Layout | None = None,
 ) -> DistAttnRuntimeKey:
     """Makes the key of packed documents, full, causal or with a sliding window.
 
@@ -119,6 +124,7 @@ def magi_attn_varlen_key(
         cu_seqlens_q, cu_seqlens_k, causal, window_size: see `infer_attn_mask_from_cu_seqlens`.
         num_heads_q, num_heads_kv, head_dim, pad_size, chunk_size, cp_group_or_mesh,
             dist_attn_config, compare: see `magi_attn_flex_key`.
+        layout: see `magi_attn_flex_key`; the documents of ``"zigzag_documents"`` are those of ``cu_seqlens_q``.
 
     Raises:
         ValueError: an argument, named in the message, is wrong.
@@ -126,7 +132,10 @@ def magi_attn_varlen_key(
     with made_on_all_ranks(cp_group_or_mesh, dist_attn_config):
         mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size)
         shape = (num_heads_q, num_heads_kv, head_dim)
-        new = new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
+        bounds = cu_seqlens_q if isinstance(layout, str) and layout == "zigzag_documents" else None
+        given = (pad_size, chunk_size, cp_group_or_mesh, dist_attn_config, layout, bounds)
+        with renamed("layout_cu_seqlens", "cu_seqlens_q"):
+            new = new_key(_RUNTIMES, mask, shape, *given)
         others = values_to_compare(new.key, compare)
     return _RUNTIMES.register(*new, others)
 

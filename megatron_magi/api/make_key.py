@@ -15,12 +15,14 @@ from megatron_magi import envs
 from megatron_magi.api.configuration import HeadShape, KeyConfig, head_shape_of, magi_config, with_head_shape
 from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.api.runtime import KeyRuntime, RuntimeCache
+from megatron_magi.checks import IntArrayLike, renamed
 from megatron_magi.comm.agreement import MAX_VALUES, told
 from megatron_magi.comm.checksum import checksums
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.operands.options import check_tensor
+from megatron_magi.plan import Dispatch, Layout, given_dispatch
 
 
 class NewKey(NamedTuple):
@@ -47,6 +49,8 @@ def new_key(
     chunk_size: int | None,
     cp_group_or_mesh: Group,
     given: KeyConfig | MagiConfig | None,
+    layout: Layout | None = None,
+    cu_seqlens: IntArrayLike | None = None,
 ) -> NewKey:
     """The key of ``mask``, planned by ``runtimes``; the other arguments are those of `magi_attn_flex_key`.
 
@@ -60,7 +64,9 @@ def new_key(
         told = ranks_per_node_of(cp_group_or_mesh)
         nodes = environment.ranks_per_node(told, "cp_group_or_mesh of two dimensions, or CommConfig.ranks_per_node,")
         config = replace(config, comm=replace(config.comm, ranks_per_node=nodes))
-    key = DistAttnRuntimeKey(mask, *shape, cp_group=group_of(cp_group_or_mesh, "cp_group_or_mesh"), config=config)
+    group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
+    held = _layout_of(layout, cu_seqlens, mask.total_seqlen_q, config, 1 if group is None else group.size())
+    key = DistAttnRuntimeKey(mask, *shape, cp_group=group, config=config, layout=held)
     return _planned(runtimes, key, environment)
 
 
@@ -102,6 +108,19 @@ def ranks_per_node_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -
         return None
     ranks = cp_group_or_mesh.mesh.flatten().tolist()
     return cp_group_or_mesh.size(1) if ranks == sorted(ranks) else None
+
+
+def _layout_of(
+    layout: Layout | None, cu_seqlens: IntArrayLike | None, total_seqlen: int, config: MagiConfig, cp_size: int
+) -> Dispatch | None:
+    if layout is None:
+        if cu_seqlens is not None:
+            raise ValueError('layout_cu_seqlens: bounds of documents are for layout="zigzag_documents"')
+        return None
+    if config.dispatch.chunk_size is not None:
+        raise ValueError(f"chunk_size: {config.dispatch.chunk_size}, but layout says who holds which tokens")
+    with renamed("cu_seqlens", "layout_cu_seqlens"):
+        return given_dispatch(layout, total_seqlen, cp_size, cu_seqlens=cu_seqlens, pad_size=config.dispatch.pad_size)
 
 
 def values_to_compare(key: DistAttnRuntimeKey, compare: Mapping[str, Tensor | int] | None) -> dict[str, int]:

@@ -140,7 +140,7 @@ class RuntimeCache:
             return runtime
         shard = None if key.key_for_dispatch is None else self.get(key.key_for_dispatch).shard
         cp_size = 1 if key.cp_group is None else key.cp_group.size()
-        dispatch = None if shard is None else shard.dispatch
+        dispatch = key.layout if shard is None else shard.dispatch
         with renamed("cp_size", "cp_group_or_mesh"):
             plan = make_plan(key.mask, with_present_rates(key.config), cp_size, dispatch)
         return KeyRuntime(plan, key.cp_group, shard)
