@@ -15,12 +15,13 @@ EXTRAS := megatron hf demo
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
-.PHONY: help setup demo slurm-demo test lint docs format clean
+.PHONY: help setup demo slurm-demo test lint docs format clean test-frameworks
 
 help:
 	@echo "make demo    pretrain a small GPT twice, stock and with --attention-backend magi, and compare"
 	@echo "make slurm-demo  train on a Slurm cluster of two nodes on this machine, interrupt it, compare (needs slurm-wlm)"
 	@echo "make test    run the CPU test suite (PYTEST_ARGS=... for more arguments)"
+	@echo "make test-frameworks  run the tests with packages of frameworks, which it puts into build/frameworks"
 	@echo "make lint    check style, the direction of imports, and the documents' links"
 	@echo "make docs    build the documents as a site, in build/site"
 	@echo "make format  apply the style"
@@ -49,6 +50,10 @@ test: setup
 
 CXX_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.hpp' '*.h')
 SHELL_SOURCES = $(shell git ls-files '*.sh' '*.sbatch')
+
+test-frameworks: $(SYNCED)
+	$(UV) pip install -q --python $(PYTHON) --no-deps --target build/frameworks/automodel nemo-automodel==0.7.0
+	$(PYTHON) -m pytest tests/frameworks $(PYTEST_ARGS)
 
 lint: setup docs
 	.venv/bin/ruff check

@@ -46,6 +46,8 @@ SECTIONS = [
         "megatron_magi.mask.microbatch": ["Microbatch"]}),
     ("transformers and accelerate", "hugging_face.md", {"megatron_magi.hf": [
         "MagiParallelismConfig", "context_parallel", "shard_batch", "Shard", "log_probs"]}),
+    ("Under MagiAttention's names", "migration.md", {"megatron_magi": ["as_magi_attention"],
+        "megatron_magi.extensions": ["dsa_attn_func"]}),
     ("Sinks for other kernels", "own_loop.md#sinks-for-other-kernels", {"megatron_magi.extensions": [
         "sdpa_func_with_sink", "attention_with_sink", "Kernel"]}),
     ("Profiling", "troubleshooting.md#profile-mode", {"megatron_magi.profiling": ["reset", "summary", "rows"]}),
