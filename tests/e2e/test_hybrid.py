@@ -35,7 +35,7 @@ CASES = {
     "tp2_sp_cp2_experts_length_that_does_not_divide": hybrid(
         "*E*E", (*ODD_LENGTH, *EXPERTS), TENSOR, 4, same_weights=True
     ),
-    "pp2_cp2": hybrid("*-|*-", (), PIPELINE, 4, same_weights=True),
+    "pp2_cp2": hybrid("*-*-", (), (*PIPELINE, "--hybrid-layer-pattern", "*-|*-"), 4, same_weights=True),
     "multi_token_prediction": hybrid("*-*-/*-"),
     "multi_token_prediction_per_token_loss": hybrid("*-*-/*-", ("--calculate-per-token-loss",)),
     "windows": hybrid("*-*-", WINDOW, without=("--reset-attention-mask",)),
