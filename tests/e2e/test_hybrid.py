@@ -14,6 +14,11 @@ ODD_LENGTH = ("--seq-length", "125", "--max-position-embeddings", "125")
 EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "1e-2")
 WINDOW = ("--window-size", "16,0", "--window-attn-skip-freq", "3")
 
+LATENT = (
+    "--multi-latent-attention",
+    *("--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "12", "--kv-lora-rank", "16"),
+)
+
 
 def hybrid(pattern: str, model: tuple[str, ...] = (), *args: object, **kwargs: object) -> Case:
     return Case(("--hybrid-layer-pattern", pattern, *model), *args, script=PRETRAIN_HYBRID, **kwargs)
@@ -40,6 +45,15 @@ CASES = {
     "multi_token_prediction_per_token_loss": hybrid("*-*-/*-", ("--calculate-per-token-loss",)),
     "windows": hybrid("*-*-", WINDOW, without=("--reset-attention-mask",)),
     "sink": hybrid("*-*-", ("--softmax-type", "off-by-one")),
+    "learnable_sinks": hybrid(
+        "*-*-", ("--softmax-type", "learnable"), before="tests.e2e.hooks:large_sinks", same_weights=True
+    ),
+    "latent_attention": hybrid(
+        "+-+-",
+        (*LATENT, "--rope-type", "rope"),
+        without=("--group-query-attention",),
+        before_stock="tests.e2e.hooks:split_head_dims",
+    ),
 }
 
 
