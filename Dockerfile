@@ -50,7 +50,7 @@ COPY megatron_magi megatron_magi
 RUN uv build --wheel --no-build-isolation --python /opt/venv/bin/python --out-dir /dist \
     && uv pip install --no-deps --python /opt/venv/bin/python --prefix /package /dist/*.whl \
     && test -x /package/bin/magi && installed=/package/lib/python3.12/site-packages/megatron_magi \
-    && test -d "$installed/prebuilt" && ls "$installed"/plan/_solver*.so "$installed"/backends/sm90/_tiles*.so \
+    && test -d "$installed/prebuilt" && ls "$installed"/plan/_solver*.so "$installed"/backends/tiles/_tiles*.so \
         "$installed"/cuda/_calls*.so
 
 FROM base

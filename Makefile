@@ -20,13 +20,14 @@ TREE ?=
 VERSION_ARGS ?=
 DEMO_ARGS ?=
 
-.PHONY: help setup demo slurm-demo test test-megatron lint docs format clean
+.PHONY: help setup demo slurm-demo test test-megatron test-frameworks lint docs format clean
 
 help:
 	@echo "make demo    pretrain a small GPT twice, stock and with --attention-backend magi, and compare"
 	@echo "make slurm-demo  train on a Slurm cluster of two nodes on this machine, interrupt it, compare (needs slurm-wlm)"
 	@echo "make test    run the CPU test suite (PYTEST_ARGS=... for more arguments)"
 	@echo "make test-megatron VERSION=0.18.2  test what depends on Megatron under another megatron-core (or TREE=folder)"
+	@echo "make test-frameworks  run the tests with packages of frameworks, which it puts into build/frameworks"
 	@echo "make lint    check style, the direction of imports, and the documents' links"
 	@echo "make docs    build the documents as a site, in build/site"
 	@echo "make format  apply the style"
@@ -60,6 +61,10 @@ test-megatron: setup
 CXX_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.hpp' '*.h')
 SHELL_SOURCES = $(shell git ls-files '*.sh' '*.sbatch')
 
+test-frameworks: $(SYNCED)
+	$(UV) pip install -q --python $(PYTHON) --no-deps --target build/frameworks/automodel nemo-automodel==0.7.0
+	$(PYTHON) -m pytest tests/frameworks $(PYTEST_ARGS)
+
 lint: setup docs
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
@@ -79,5 +84,5 @@ format: setup
 
 clean:
 	rm -rf .venv .uv build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -f megatron_magi/plan/_solver*.so megatron_magi/backends/sm90/_tiles*.so megatron_magi/cuda/_calls*.so
+	rm -f megatron_magi/plan/_solver*.so megatron_magi/backends/tiles/_tiles*.so megatron_magi/cuda/_calls*.so
 	find megatron_magi tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

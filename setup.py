@@ -10,40 +10,51 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 SOURCES = sorted({path.parent.as_posix() for path in Path("csrc").rglob("*.cu*")} | {"csrc", "csrc/attention"})
 
 
-# The planner in C++, of batches and of tiles, and what queues kernels: plain libraries, loaded by ctypes. Where they
-# cannot be compiled, a notice says so and Python does the same. Results of the planner must equal Python's, so no
-# a * b + c may be contracted.
+# The planner in C++, of batches and of tiles, and what queues kernels: plain libraries, loaded by ctypes, which use
+# neither Python's nor torch's ABI: one wheel serves all versions of both. Where they cannot be compiled, a notice says
+# so and Python does the same. Results of the planner must equal Python's, so no a * b + c may be contracted.
 LIBRARIES = [
     Extension(
         name,
         sources=[f"csrc/{source}.cpp" for source in sources],
         depends=[path.as_posix() for path in sorted(Path("csrc/solver").glob("*.hpp"))],
-        extra_compile_args=["-std=c++20", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],
+        extra_compile_args=["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off"],
         language="c++",
         optional=True,
     )
     for name, sources in (
         ("megatron_magi.plan._solver", ("solver/solver", "solver/counts")),
-        ("megatron_magi.backends.sm90._tiles", ("solver/tiles",)),
+        ("megatron_magi.backends.tiles._tiles", ("solver/tiles",)),
         ("megatron_magi.cuda._calls", ("calls/calls",)),
     )
 ]
 
 
 class BuildLibraries(build_ext):
-    """Says what it means when libraries cannot be compiled."""
+    """Names libraries without a version of Python; says what it means when they cannot be compiled."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return Path(*fullname.split(".")).with_suffix(".so").as_posix()
 
     def run(self) -> None:
         super().run()
         missing = [ext.name for ext in self.extensions if not Path(self.get_ext_fullpath(ext.name)).exists()]
         if missing:
             print(f"{', '.join(missing)} could not be compiled: plans are made in Python, and calls queued by it")
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for one platform and any version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 class BuildWithKernels(build_py):
@@ -75,5 +86,5 @@ setup(
     package_data={"megatron_magi": ["py.typed"], "": ["*.cu", "*.cuh"]},
     include_package_data=False,
     ext_modules=LIBRARIES,
-    cmdclass={"build_ext": BuildLibraries, "build_py": BuildWithKernels},
+    cmdclass={"build_ext": BuildLibraries, "build_py": BuildWithKernels, "bdist_wheel": PlatformWheel},
 )

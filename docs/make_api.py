@@ -23,8 +23,9 @@ The public functions and classes, each linked to its source. Docstrings have all
 SECTIONS = [
     ("Context-parallel attention", "own_loop.md", {"megatron_magi.api": [
         "magi_attn_flex_key", "magi_attn_varlen_key", "make_flex_key_for_new_mask_after_dispatch",
-        "make_varlen_key_for_new_mask_after_dispatch", "dispatch", "get_position_ids", "calc_attn", "undispatch",
-        "roll", "clear_cache", "make_static_key", "StaticKey", "AttnForwardMeta"]}),
+        "make_varlen_key_for_new_mask_after_dispatch", "dispatch", "get_position_ids", "calc_attn",
+        "calc_block_sparse_attn", "calc_index_sparse_attn", "undispatch", "roll", "clear_cache", "make_static_key",
+        "StaticKey", "AttnForwardMeta"]}),
     ("Attention on one device", "own_loop.md#attention-on-one-device", {
         "megatron_magi": ["slice_attention", "block_sparse_attention", "index_sparse_attention"],
         "megatron_magi.api": ["flex_flash_attn_func"]}),
@@ -35,6 +36,7 @@ SECTIONS = [
             "prefix_tree", "block_sparse"]}),
     ("Plans and batches that are planned ahead", "own_loop.md#planning-ahead", {
         "megatron_magi": ["make_plan", "distributed_attention"],
+        "megatron_magi.plan": ["given_dispatch"],
         "megatron_magi.attention": ["AttnShape", "prepare_batch", "PreparedBatch", "StaticPlans"]}),
     ("Packing and rollouts", "rollouts.md", {"megatron_magi.packing": [
         "BalancedSampler", "causal_area", "causal_work", "make_prefix_tree", "PrefixTree"]}),
@@ -44,6 +46,8 @@ SECTIONS = [
         "megatron_magi.mask.microbatch": ["Microbatch"]}),
     ("transformers and accelerate", "hugging_face.md", {"megatron_magi.hf": [
         "MagiParallelismConfig", "context_parallel", "shard_batch", "Shard", "log_probs"]}),
+    ("Under MagiAttention's names", "migration.md", {"megatron_magi": ["as_magi_attention"],
+        "megatron_magi.extensions": ["dsa_attn_func"]}),
     ("Sinks for other kernels", "own_loop.md#sinks-for-other-kernels", {"megatron_magi.extensions": [
         "sdpa_func_with_sink", "attention_with_sink", "Kernel"]}),
     ("Profiling", "troubleshooting.md#profile-mode", {"megatron_magi.profiling": ["reset", "summary", "rows"]}),

@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
-from megatron_magi.backends.sm90.tiles import plan_tiles
+from megatron_magi.backends.tiles.tiles import plan_tiles
 from megatron_magi.config import CostModel, MagiConfig, OverlapConfig
 from megatron_magi.explain.arguments import add_arguments
 from megatron_magi.explain.command import mask_of

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         undispatch,
     )
     from megatron_magi.attention import distributed_attention
+    from megatron_magi.compat.package import as_magi_attention
     from megatron_magi.config import AttendConfig, CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
     from megatron_magi.mask import AttnMask, AttnRange, AttnRanges, AttnSlice, MaskType
     from megatron_magi.ops.slice_attention import slice_attention
@@ -40,6 +41,7 @@ __all__ = [
     "MagiConfig",
     "MaskType",
     "OverlapConfig",
+    "as_magi_attention",
     "block_sparse_attention",
     "calc_attn",
     "dispatch",
@@ -67,6 +69,7 @@ _HOME = {
         ),
         "api",
     ),
+    "as_magi_attention": "compat.package",
     "distributed_attention": "attention",
     "make_plan": "plan",
     "slice_attention": "ops.slice_attention",

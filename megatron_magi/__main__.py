@@ -70,12 +70,14 @@ def environment_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def build_kernels(folder: Path | None, jobs: int | None) -> str:
+def build_kernels(folder: Path | None, jobs: int | None, arch: str | None = None) -> str:
     """Compiles the common kernels; needs torch and no GPU.
 
     Args:
         folder: where to put them; into the cache when None.
         jobs: how many at a time; what the environment says when None.
+        arch: an architecture, with the kernels of collectives too: its name, as ``sm_100``, or compute capability, as
+            ``10.0``. The kernels for attention on Hopper GPUs alone when None.
 
     Returns:
         What was done, in words.
@@ -84,16 +86,24 @@ def build_kernels(folder: Path | None, jobs: int | None) -> str:
         ImportError: torch is not installed.
         OSError: there is no compiler, or the folder cannot be written to.
         RuntimeError: the compiler reports an error.
-        ValueError: a variable of the environment is malformed, or there is no folder for the cache.
+        ValueError: a variable of the environment is malformed, there is no folder for the cache, or there are no
+            kernels for the architecture.
     """
     from megatron_magi.backends.registry import common_kernels
+    from megatron_magi.comm.kernel_list import row_kernels
     from megatron_magi.cuda import build as cuda_build
-    from megatron_magi.cuda.target import DEFAULT_TARGET
+    from megatron_magi.cuda.target import DEFAULT_TARGET, target_named
 
+    target = DEFAULT_TARGET if arch is None else target_named(arch)
     folder = cuda_build.default_cache_dir() if folder is None else folder
     jobs = envs.load_build().prebuild_jobs if jobs is None else jobs
-    files = cuda_build.compile_into(folder, common_kernels(), jobs)
-    return f"{len(files)} kernels for {DEFAULT_TARGET} are in {folder}"
+    has_attention = target == DEFAULT_TARGET
+    kernels = [*(common_kernels() if has_attention else ()), *(() if arch is None else row_kernels(target))]
+    files = cuda_build.compile_into(folder, kernels, jobs, target)
+    done = f"{len(files)} kernels for {target} are in {folder}"
+    if has_attention:
+        return done
+    return f"{done}: those of collectives; attention runs there on a backend that compiles when it is first used"
 
 
 def _env(args: argparse.Namespace) -> int:
@@ -109,12 +119,22 @@ def _build(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
     wanted = not args.optional or envs.load_build().prebuild  # malformed variables are errors there too
     try:
-        print(build_kernels(args.into, args.jobs) if wanted else "no kernels are compiled ahead: switched off")
+        print(
+            build_kernels(args.into, args.jobs, args.arch) if wanted else "no kernels are compiled ahead: switched off"
+        )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         if not args.optional:
             raise
         print(f"no kernels are compiled ahead, each is when it is first used: {error}")
     return 0
+
+
+def _doctor(_args: argparse.Namespace) -> int:
+    from megatron_magi.doctor import examine
+
+    report = examine()
+    print(report.text)
+    return 1 if report.problems else 0
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -173,11 +193,18 @@ def make_parser() -> argparse.ArgumentParser:
     build.set_defaults(run=_build)
     build.add_argument("--into", type=Path, metavar="FOLDER", help="folder; that of the cache when not given")
     build.add_argument("--jobs", type=_count, metavar="N", help="kernels at a time; 90 %% of the cores when not given")
+    build.add_argument(
+        "--arch", metavar="ARCH", help="for this one, as sm_100 or 10.0, with the kernels of collectives; else Hopper's"
+    )
     build.add_argument("--optional", action="store_true", help="a step of an installation: failing is no error")
     calibrate = commands.add_parser(
         "calibrate", help="measure the rates of this GPU, and under torchrun of what connects several, and keep them"
     )
     calibrate.set_defaults(run=_calibrate)
+    doctor = commands.add_parser(
+        "doctor", help="what runs on this machine, which versions, and what is missing; status 1 if anything is"
+    )
+    doctor.set_defaults(run=_doctor)
     explain = commands.add_parser("explain", help="balance, traffic and predicted time of a mask, with pictures")
     add_explain_arguments(explain)
     explain.set_defaults(run=_explain, prog=explain.prog, exit=explain.exit)

@@ -10,7 +10,7 @@ from megatron_magi.rates import Rates
 DispatchAlgorithm = Literal["auto", "affinity", "min_heap", "sorted_sequential", "zigzag", "sequential"]
 CommImpl = Literal["auto", "reference", "all_to_all", "native"]
 PlannerImpl = Literal["auto", "python", "native"]
-AttendImpl = Literal["auto", "reference", "torch", "ffa"]
+AttendImpl = Literal["auto", "reference", "torch", "ffa", "cudnn", "triton"]
 SinkReduction = Literal["none", "sum", "avg"]
 
 
@@ -98,10 +98,10 @@ class DispatchConfig:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Shape of the attention, and the rates that the number of remote stages is chosen with (`OverlapConfig.degree`).
+    """Shape of the attention, and rates for the number of remote stages (`OverlapConfig.degree`) that a user may set.
 
-    The default rates are those of an H200 and NVLink. Dispatches are compared with `DispatchConfig.rates` instead, a
-    finer model that is fitted to a GPU; both take the shape from here.
+    Rates that are None are those of the GPU (`DispatchConfig.rates`, and its kernels' costs): see
+    `megatron_magi.plan.degree.stage_costs`. Dispatches are compared with `DispatchConfig.rates` alone.
 
     Attributes:
         tflops: attention rate of a rank, TFLOP/s.
@@ -111,9 +111,9 @@ class CostModel:
         element_bytes: bytes an element that is moved.
     """
 
-    tflops: float = 500.0
-    gbytes_per_s: float = 250.0
-    stage_latency_us: float = 40.0
+    tflops: float | None = None
+    gbytes_per_s: float | None = None
+    stage_latency_us: float | None = None
     num_heads_q: int = 8
     num_heads_kv: int = 1
     head_dim: int = 128
@@ -122,10 +122,12 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name in ("tflops", "gbytes_per_s"):
-            if not _is_number(getattr(self, name)) or not getattr(self, name) > 0:
-                raise ValueError(f"{name}: expected a positive rate, got {getattr(self, name)!r}")
-        if not _is_number(self.stage_latency_us) or not self.stage_latency_us >= 0:
-            raise ValueError(f"stage_latency_us: expected a number that is not negative, got {self.stage_latency_us!r}")
+            rate = getattr(self, name)
+            if rate is not None and not (_is_number(rate) and rate > 0):
+                raise ValueError(f"{name}: expected a positive rate, got {rate!r}")
+        latency = self.stage_latency_us
+        if latency is not None and not (_is_number(latency) and latency >= 0):
+            raise ValueError(f"stage_latency_us: expected a number that is not negative, got {latency!r}")
         for name in ("num_heads_q", "num_heads_kv", "head_dim", "element_bytes"):
             _check_count(name, getattr(self, name), 1)
         if self.head_dim_v is not None:
@@ -143,10 +145,12 @@ class CostModel:
 
     def attend_us(self, area):
         """Microseconds of a forward pass over ``area`` (query, key) pairs, a number or an array of numbers."""
+        assert self.tflops is not None, "rates are filled in by `stage_costs`"
         return 2.0 * area * self.num_heads_q * sum(self.head_dims) / (self.tflops * 1e6)
 
     def fetch_us(self, num_rows):
         """Microseconds to receive ``num_rows`` rows of k and v, a number or an array of numbers."""
+        assert self.gbytes_per_s is not None, "rates are filled in by `stage_costs`"
         return num_rows * self.row_bytes / (self.gbytes_per_s * 1e3)
 
 
@@ -161,7 +165,7 @@ class OverlapConfig:
             backward ends with local compute and its last reduction hides behind it.
         one_launch: compute attention over the keys of all stages in one launch, which waits for fetched keys inside
             the kernel, if kernels and collectives support it; else stage by stage.
-        cost: shape of the attention, and the rates that ``degree`` is chosen with.
+        cost: shape of the attention, and rates for the choice of ``degree`` in place of the GPU's.
     """
 
     degree: int | None = None

@@ -16,6 +16,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.variables import (
     CACHE_SIZE,
     DEBUG,
+    FA4_BACKEND,
     FORCE_JIT,
     HIERARCHICAL,
     HIGH_PRECISION,
@@ -80,23 +81,28 @@ class Environment:
         A configuration that a caller does give is used as it is; `dataclasses.replace` on this
         one changes single fields of it.
         """
-        margin = 4 if int(self.value(MAX_CONNECTIONS)) > 1 else 0
-        config = MagiConfig()
-        attend = replace(config.attend, forward_sm_margin=margin, backward_sm_margin=margin)
-        config = replace(config, attend=attend)
-        for name, value in self.given:
-            variable = VARIABLES[name]
-            if variable.field is None:
+        return _default_config(self.given)
+
+
+@cache  # it is asked for with each key
+def _default_config(given: tuple[tuple[str, bool | int | str], ...]) -> MagiConfig:
+    margin = 4 if int(Environment(given).value(MAX_CONNECTIONS)) > 1 else 0
+    config = MagiConfig()
+    attend = replace(config.attend, forward_sm_margin=margin, backward_sm_margin=margin)
+    config = replace(config, attend=attend)
+    for name, value in given:
+        variable = VARIABLES[name]
+        if variable.field is None:
+            continue
+        if variable.field_value is not None:
+            value = variable.field_value if value else variable.off_value
+            if value is None:
                 continue
-            if variable.field_value is not None:
-                value = variable.field_value if value else variable.off_value
-                if value is None:
-                    continue
-            elif variable.choice_values:
-                value = variable.choice_values[variable.choices.index(value)]
-            part, field = variable.field.split(".")
-            config = replace(config, **{part: replace(getattr(config, part), **{field: value})})
-        return config
+        elif variable.choice_values:
+            value = variable.choice_values[variable.choices.index(value)]
+        part, field = variable.field.split(".")
+        config = replace(config, **{part: replace(getattr(config, part), **{field: value})})
+    return config
 
 
 @dataclass(frozen=True)
@@ -134,16 +140,17 @@ class Reading:
 def readings(environ: Mapping[str, str] | None = None) -> list[Reading]:
     """Every variable of the table as it stands in ``os.environ``, or in another mapping."""
     environ = os.environ if environ is None else environ
-    found = []
-    for variable in VARIABLES.values():
-        text, problem = environ.get(variable.name, "").strip() or None, None
-        if text is not None:
-            try:
-                variable.parse(text)
-            except ValueError as error:
-                problem = str(error)
-        found.append(Reading(variable, text, problem))
-    return found
+    return [_reading(variable, environ) for variable in VARIABLES.values()]
+
+
+def _reading(variable: Variable, environ: Mapping[str, str]) -> Reading:
+    text, problem = environ.get(variable.name, "").strip() or None, None
+    if text is not None:
+        try:
+            variable.parse(text)
+        except ValueError as error:
+            problem = str(error)
+    return Reading(variable, text, problem)
 
 
 def unknown_names(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -161,16 +168,22 @@ def load(environ: Mapping[str, str] | None = None) -> Environment:
     Raises:
         ValueError: a value is malformed, or asks for a feature that is not available yet.
     """
-    found = readings(environ)
+    environ = os.environ if environ is None else environ
+    # Few of the variables are set, and a look at ``os.environ`` takes time.
+    set_here = {name: environ[name] for name in environ if name in VARIABLES or name.startswith(PREFIX)}
+    found = [_reading(variable, set_here) for name, variable in VARIABLES.items() if name in set_here]
     problem = next((r.problem for r in found if r.problem), None)
     if problem:
         raise ValueError(problem)
     given = {r.variable.name: r.variable.parse(r.text) for r in found if r.text is not None}
     if len({given[name] for name in (HIGH_PRECISION, OLD_HIGH_PRECISION) if name in given}) > 1:
         raise ValueError(f"{OLD_HIGH_PRECISION}: contradicts {HIGH_PRECISION}, its newer name")
-    if given.get(SDPA_BACKEND) and given.get(KERNEL_BACKEND, "sdpa") != "sdpa":
-        raise ValueError(f"{SDPA_BACKEND}: contradicts {KERNEL_BACKEND}, which newer scripts set")
-    if unknown := unknown_names(environ):
+    for name, same in ((SDPA_BACKEND, ("sdpa",)), (FA4_BACKEND, ("fa4", "cudnn"))):
+        if given.get(name) and given.get(KERNEL_BACKEND, same[0]) not in same:
+            raise ValueError(f"{name}: contradicts {KERNEL_BACKEND}, which newer scripts set")
+    if given.get(SDPA_BACKEND) and given.get(FA4_BACKEND):
+        raise ValueError(f"{SDPA_BACKEND}: contradicts {FA4_BACKEND}, both choose the attention")
+    if unknown := unknown_names(set_here):
         _warn_of(unknown)
     return Environment(tuple(given.items()))
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 _POSITIVE = (
@@ -82,7 +83,7 @@ class Rates:
             return self.host_backward_us, self.host_stage_backward_us
         return self.host_forward_us, self.host_stage_forward_us
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """A digest of the rates without the GPU's name, which ranks compare."""
         return hashlib.sha256(replace(self, device="").to_json().encode()).digest()
@@ -129,6 +130,8 @@ class KernelCosts:
         separate_dq: likewise where heads are not packed, with head dim 128.
         most_forward_bytes: keys and values that a rank fetches up to which the forward of more than two ranks is one
             launch.
+        stage_tflops: attention rate while keys are fetched and stages are merged, TFLOP/s, for the number of stages.
+        stage_latency_us: fixed cost of one more stage (launches, merge), microseconds, likewise.
     """
 
     num_sms: int
@@ -145,3 +148,5 @@ class KernelCosts:
     separate_dq_packed: tuple[tuple[int, int], ...]
     separate_dq: tuple[tuple[int, int], ...]
     most_forward_bytes: int
+    stage_tflops: float
+    stage_latency_us: float

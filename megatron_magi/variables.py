@@ -133,6 +133,7 @@ _BUILD_JOBS = "90 % of the cores"
 _NO_NVCC = "Kernels are compiled by NVRTC, one thread each."
 WORKSPACE, VERBOSE, DEBUG = PREFIX + "WORKSPACE_BASE", PREFIX + "BUILD_VERBOSE", PREFIX + "BUILD_DEBUG"
 KERNEL_BACKEND, SDPA_BACKEND = PREFIX + "KERNEL_BACKEND", PREFIX + "SDPA_BACKEND"
+FA4_BACKEND = PREFIX + "FA4_BACKEND"
 NO_CACHE, FORCE_JIT = PREFIX + "NO_BUILD_CACHE", PREFIX + "FORCE_JIT_BUILD"
 PROFILE = PREFIX + "PROFILE_MODE"
 PREBUILD, PREBUILD_JOBS = PREFIX + "PREBUILD_FFA", PREFIX + "PREBUILD_FFA_JOBS"
@@ -212,12 +213,13 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             KERNEL_BACKEND,
             Kind.CHOICE,
             None,
-            "Which attention runs: `ffa` the Hopper kernels, `sdpa` the dense definition (see SDPA_BACKEND), `sdpa_ol` "
-            "blocked attention in torch, in any precision; `fa4` is not available yet. No choice falls back.",
+            "Which attention runs: `ffa` the Hopper kernels, `cudnn` those of the cuDNN frontend, `sdpa` the dense "
+            "definition (see SDPA_BACKEND), `sdpa_ol` blocked attention in torch, in any precision; `fa4` is `cudnn`, "
+            "see FA4_BACKEND. No choice falls back.",
             "attend.impl",
-            choices=("ffa", "sdpa", "sdpa_ol"),
-            choice_values=("ffa", "reference", "torch"),
-            default_text="`ffa` if possible, else `sdpa_ol`",
+            choices=("ffa", "cudnn", "fa4", "sdpa", "sdpa_ol"),
+            choice_values=("ffa", "cudnn", "cudnn", "reference", "torch"),
+            default_text="the fastest that takes the call",
         ),
         Variable(
             PREFIX + "PRECISION",
@@ -226,7 +228,14 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             "Attention in another dtype than that of its tensors is not available yet: convert q, k and v.",
             state=State.UNAVAILABLE,
         ),
-        _unavailable("FA4_BACKEND", "The Flash-Attention 4 backend for Blackwell is not available yet."),
+        _toggle(
+            "FA4_BACKEND",
+            "1 selects the backend for Blackwell, which here is `cudnn`; no FlashAttention-4 is needed. It is the "
+            f"default there. {KERNEL_BACKEND}=fa4 is the same; with another value of that variable both together are "
+            "an error.",
+            "attend.impl",
+            field_value="cudnn",
+        ),
         _toggle(
             "CPP_BACKEND",
             "1 plans in C++, an error if that planner is not built; 0 plans in Python. Plans are equal.",
@@ -322,7 +331,10 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             for name in ("SKIP_FFA_UTILS_BUILD", "SKIP_MAGI_ATTN_EXT_BUILD", "SKIP_MAGI_ATTN_COMM_BUILD")
         ),
         _unneeded(
-            PREFIX + "FFA_FA4_CACHE_DIR", "Belongs to the Flash-Attention 4 backend, see FA4_BACKEND.", Kind.TEXT, None
+            PREFIX + "FFA_FA4_CACHE_DIR",
+            "FlashAttention-4 is not used, see FA4_BACKEND.",
+            Kind.TEXT,
+            None,
         ),
         _unneeded(
             PREFIX + "BUILD_COMPUTE_CAPABILITY",

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from megatron_magi.backends.registry import BACKENDS
 from megatron_magi.testing.spawn import run_ranks
 from tests.gpu_memory import free_memory
 
@@ -29,6 +30,10 @@ def _why_not(item: pytest.Item) -> str | None:
         major, minor = torch.cuda.get_device_capability()
         if (major, minor) != (9, 0):
             return f"needs a GPU of compute capability 9.0, this one has {major}.{minor}"
+    if item.get_closest_marker("cudnn"):
+        reason = BACKENDS["cudnn"].why_not(torch.device("cuda", 0), torch.bfloat16, (128, 128))
+        if reason is not None:
+            return reason
     marker = item.get_closest_marker("ranks")
     if marker and item.get_closest_marker("gpu") and torch.cuda.device_count() < marker.args[0]:
         return f"needs {marker.args[0]} GPUs, there are {torch.cuda.device_count()}"

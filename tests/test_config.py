@@ -36,7 +36,7 @@ from megatron_magi.config import AttendConfig, CommConfig, CostModel, DispatchCo
         (lambda: DispatchConfig(balance_tolerance="1.01"), "balance_tolerance"),
         (lambda: DispatchConfig(balance_tolerance=True), "balance_tolerance"),
         (lambda: CostModel(tflops="fast"), "tflops"),
-        (lambda: CostModel(stage_latency_us=None), "stage_latency_us"),
+        (lambda: CostModel(stage_latency_us="fast"), "stage_latency_us"),
         (lambda: CostModel(num_heads_q=10**400), "num_heads_q"),
         (lambda: OverlapConfig(hide_tail_reduce=1), "hide_tail_reduce"),
         (lambda: OverlapConfig(cost=None), "cost"),

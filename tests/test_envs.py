@@ -58,7 +58,7 @@ KNOWN = {
     "MIN_CHUNKS_PER_RANK",
     "PRECISION",
 }
-UNAVAILABLE = ["FA4_BACKEND", "QO_COMM"]
+UNAVAILABLE = ["QO_COMM"]
 
 
 def config_of(**variables) -> MagiConfig:
@@ -91,6 +91,10 @@ def test_an_empty_environment_gives_the_defaults_of_the_configuration():
         ("SDPA_BACKEND", "1", "attend", "impl", "reference"),
         ("SDPA_BACKEND", "0", "attend", "impl", "auto"),
         ("KERNEL_BACKEND", "ffa", "attend", "impl", "ffa"),
+        ("KERNEL_BACKEND", "cudnn", "attend", "impl", "cudnn"),
+        ("KERNEL_BACKEND", "fa4", "attend", "impl", "cudnn"),
+        ("FA4_BACKEND", "1", "attend", "impl", "cudnn"),
+        ("FA4_BACKEND", "0", "attend", "impl", "auto"),
         ("KERNEL_BACKEND", "sdpa", "attend", "impl", "reference"),
         ("KERNEL_BACKEND", "sdpa_ol", "attend", "impl", "torch"),
         ("FFA_FORWARD_SM_MARGIN", "0", "attend", "forward_sm_margin", 0),
@@ -170,7 +174,7 @@ def test_what_is_not_needed_is_accepted_and_changes_nothing():
         (PREFIX + "DIST_ATTN_RUNTIME_DICT_SIZE", "0"),
         (PREFIX + "DSINK_ALL_REDUCE_OP", "max"),
         (PREFIX + "CATGQA", "on"),
-        (PREFIX + "KERNEL_BACKEND", "fa4"),
+        (PREFIX + "KERNEL_BACKEND", "fa9"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "0"),
         ("MAX_JOBS", "all"),
     ],
@@ -192,6 +196,12 @@ def test_two_variables_that_choose_the_attention_must_agree():
     assert config_of(SDPA_BACKEND="0", KERNEL_BACKEND="ffa").attend.impl == "ffa"
     with pytest.raises(ValueError, match="SDPA_BACKEND: contradicts MAGI_ATTENTION_KERNEL_BACKEND"):
         config_of(SDPA_BACKEND="1", KERNEL_BACKEND="ffa")
+    for same in ("fa4", "cudnn"):
+        assert config_of(FA4_BACKEND="1", KERNEL_BACKEND=same).attend.impl == "cudnn"
+    with pytest.raises(ValueError, match="FA4_BACKEND: contradicts MAGI_ATTENTION_KERNEL_BACKEND"):
+        config_of(FA4_BACKEND="1", KERNEL_BACKEND="ffa")
+    with pytest.raises(ValueError, match="SDPA_BACKEND: contradicts MAGI_ATTENTION_FA4_BACKEND"):
+        config_of(FA4_BACKEND="1", SDPA_BACKEND="1")
 
 
 def test_typed_values_and_defaults_can_be_read_by_name():

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import megatron_magi
 from megatron_magi.__main__ import main
@@ -36,6 +40,26 @@ for module in pkgutil.walk_packages(megatron_magi.__path__, "megatron_magi.", on
         print(module.name)
 """
 """Imports each module where nothing of the extras is installed; prints the package's folder, then what failed."""
+USE = """
+import sys
+import torch
+import megatron_magi
+from megatron_magi.api import calc_attn, dispatch, magi_attn_varlen_key, undispatch
+from megatron_magi.backends.tiles import cpp_tiles
+from megatron_magi.cuda import launch_list
+from megatron_magi.plan import native
+key = magi_attn_varlen_key([0, 5, 9], [0, 5, 9], 2, 1, 8, causal=True)
+x = torch.randn(9, 2, 8, dtype=torch.float64)
+q, k = dispatch(x, key), dispatch(x[:, :1], key)
+out = undispatch(calc_attn(q, k, k, key)[0], key)
+seen = torch.ones(9, 9).tril().bool() & (torch.arange(9) < 5).eq((torch.arange(9) < 5)[:, None])
+heads, keys = x.transpose(0, 1), x[:, :1].transpose(0, 1).expand(2, -1, -1)
+torch.testing.assert_close(
+    out, torch.nn.functional.scaled_dot_product_attention(heads, keys, keys, attn_mask=seen).transpose(0, 1)
+)
+print(megatron_magi.__file__, native.available(), cpp_tiles.available(), launch_list.available())
+"""
+"""Attention, compared with torch's; prints what is used of the package."""
 BUILD = "from setuptools import build_meta; build_meta.build_{}('dist')"
 
 
@@ -145,6 +169,87 @@ def test_a_wheel_brings_the_command_and_the_package_alone(plain):
     assert not [name for name in wheel.namelist() if name.endswith((".pyc", ".cubin")) or "/tests/" in name]
 
 
+@pytest.fixture(scope="module")
+def released(tmp_path_factory) -> Path:
+    """The folder of a release of this checkout, as `.ci/build_release` makes it."""
+    pytest.importorskip("auditwheel", reason="the dependency group `release` is not installed: make setup")
+    if not shutil.which("c++"):
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path_factory.mktemp("release")
+    done = subprocess.run(
+        [ROOT / ".ci/build_release", folder, sys.executable],
+        env=os.environ | {"README_LINKS": "https://example.org/magi", "README_REF": "v1"},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2, "of twine"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clean(released, tmp_path_factory) -> tuple[Path, dict[str, str]]:
+    """A python of its own, into which the wheel is installed, and an environment in which there is no compiler."""
+    folder = tmp_path_factory.mktemp("clean")
+    venv.create(folder, symlinks=True)
+    site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    (wheel,) = released.glob("*.whl")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site, wheel],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    # What the package depends on is that of these tests. A path in PYTHONPATH adds no editable installs.
+    others = {str(Path(found).parents[1]) for found in (torch.__file__, np.__file__)}
+    env = {"PATH": str(folder / "bin"), "PYTHONPATH": os.pathsep.join([str(site), *sorted(others)])}
+    assert not any(shutil.which(name, path=env["PATH"]) for name in ("cc", "gcc", "c++", "g++", "clang"))
+    return folder / "bin" / "python", env | {"HOME": str(folder), "OMP_NUM_THREADS": "1"}
+
+
+def test_a_release_is_a_source_distribution_and_a_wheel_for_any_python(released):
+    (wheel,), (sources,) = released.glob("*.whl"), released.glob("*.tar.gz")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert wheel.name.startswith(f"megatron_magi-{version}-py3-none-manylinux_2_")
+    assert sources.name == f"megatron_magi-{version}.tar.gz"
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+    libraries = {"plan/_solver.so", "backends/tiles/_tiles.so", "cuda/_calls.so"}
+    assert {name for name in names if name.endswith(".so")} == {f"megatron_magi/{name}" for name in libraries}
+    assert not [name for name in names if name.endswith((".cubin", ".cpp"))]
+    kernels = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cu*")}
+    assert {f"megatron_magi/{name}" for name in kernels} <= names
+    links = re.findall(r"\]\(([^)#]*)", metadata)
+    assert "https://example.org/magi/blob/v1/docs/get_started.md" in links
+    assert "https://example.org/magi/raw/v1/benchmarks/results/current/attention_summary.png" in links
+    assert not [link for link in links if link and not link.startswith("https://")]
+
+
+def test_a_released_wheel_computes_attention_with_its_libraries_where_there_is_no_compiler(clean, tmp_path):
+    python, env = clean
+    said = subprocess.run(
+        [python, "-c", USE], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert said.returncode == 0, said.stderr
+    site = env["PYTHONPATH"].split(os.pathsep)[0]
+    assert said.stdout.split() == [f"{site}/megatron_magi/__init__.py", "True", "True", "True"]
+    assert "is used instead" not in said.stderr
+
+
+def test_a_released_wheel_trains_the_tiny_configuration_where_there_is_no_compiler(clean, tmp_path):
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    python, env = clean
+    for name in ("pretrain_scripts/pretrain_gpt.py", "configs/tiny_gpt_256_2cpu.yaml"):
+        shutil.copy(ROOT / name, tmp_path)
+    said = subprocess.run(
+        [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py",
+         "--config", "tiny_gpt_256_2cpu.yaml", "--train-iters", "3"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stdout + said.stderr
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", said.stdout)]
+    assert len(losses) == 3 and losses[-1] < losses[0] < 7
+
+
 def test_a_source_distribution_holds_what_a_wheel_is_built_from_and_no_tests(tmp_path):
     for name in ("megatron_magi", "csrc", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt", "*.so"))
@@ -207,7 +312,7 @@ def test_the_planner_is_compiled_where_there_is_a_compiler(tmp_path, what):
     script = "from megatron_magi.plan import native; print(native.available(), native.__file__)"
     said = subprocess.check_output([sys.executable, "-c", script], cwd=installed, env={"PYTHONPATH": str(installed)})
     assert said.split() == [b"True", str(installed / "megatron_magi" / "plan" / "native.py").encode()]
-    assert list((installed / "megatron_magi" / "backends" / "sm90").glob("_tiles*"))
+    assert list((installed / "megatron_magi" / "backends" / "tiles").glob("_tiles*"))
     assert list((installed / "megatron_magi" / "cuda").glob("_calls*"))
 
 
@@ -251,7 +356,7 @@ def test_a_number_of_jobs_that_is_none_is_refused(jobs, capsys):
 
 def test_the_command_fills_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hopper_kernels, "common_kernels", lambda: [("preprocess", ()), ("preprocess", ("A=1",))])
-    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: (b"\x7fELF", ""))
+    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_, **__: (b"\x7fELF", ""))
     assert main(["build", "--into", str(tmp_path), "--jobs", "2"]) == 0
     assert len(list(tmp_path.glob("*.cubin"))) == 2
     assert f"2 kernels for sm_90a are in {tmp_path}" in capsys.readouterr().out

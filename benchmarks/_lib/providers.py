@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks._lib.cases import Case, Shape
+from megatron_magi.backends.registry import BACKENDS
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
@@ -141,6 +142,27 @@ class FFA(Provider):
         return flex_flash_attn_func(q, k, v, *self._ranges, impl=self.impl)[0]
 
 
+class CuDNNBackend(FFA):
+    """cuDNN's flexible attention as a backend here (``impl="cudnn"``), by the same call."""
+
+    impl = "cudnn"
+
+    def _prepare(self, case: Case) -> None:
+        if (reason := BACKENDS["cudnn"].why_not(self.problem.q.device, self.problem.q.dtype, self._dims)) is not None:
+            raise Unavailable(reason)
+        super()._prepare(case)
+
+    @property
+    def _dims(self) -> tuple[int, int]:
+        return self.problem.shape.head_dim, self.problem.shape.head_dim_v
+
+
+class Triton(FFA):
+    """The kernels in Triton here, likewise."""
+
+    impl = "triton"
+
+
 class FlashAttention3(Provider):
     """FlashAttention-3: variable lengths for documents, window arguments for a window."""
 
@@ -247,8 +269,10 @@ class Flex(_HeadsFirst):
 PROVIDERS: dict[str, type[Provider]] = {
     "cudnn": CuDNN,
     "cudnn_flex": CuDNNFlex,
+    "magi_cudnn": CuDNNBackend,
     "flex": Flex,
     "ffa": FFA,
+    "triton": Triton,
     "fa3": FlashAttention3,
     "fa4": FlashAttention4,
     "magi": MagiAttention,

@@ -6,7 +6,8 @@
     python -m benchmarks.distributed.bench_methods --plot FILE [FILE ...] [--csv FILE] [--chart FILE]    (needs no GPU)
 
 Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the default stage by stage and in one launch;
-``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch, unless that is the default's; ``two_levels`` and
+``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch, ``magi_contiguous``, with one piece a rank, unless
+that is the default's; ``two_levels`` and
 ``two_levels_native``, half of the ranks taken for a node, inside which rows travel through NCCL or `native`;
 ``alone``, the attention of ``magi`` over keys that are all there, in one launch; the baselines of `baselines`. All
 take turns in one run, in another order each round. A time is that of the slowest rank, median over the rounds, of a
@@ -39,7 +40,7 @@ from benchmarks._lib.baselines.base import num_tokens
 from benchmarks._lib.batches import DISTRIBUTED, ONE_LAUNCH
 from benchmarks._lib.cases import Case
 from benchmarks._lib.charts.distributed import draw, read_rows, write_rows
-from benchmarks._lib.dispatches import zigzag
+from benchmarks._lib.dispatches import contiguous, zigzag
 from benchmarks._lib.provenance import write_csv
 from benchmarks._lib.trace import hidden_share
 from megatron_magi.attention import distributed_attention
@@ -50,7 +51,7 @@ from megatron_magi.testing.spawn import run_ranks
 HEADS_Q, HEADS_KV, HEAD_DIM = 64, 8, 128
 HEADER = ["mask", "tokens_a_gpu", "ranks", "way", "forward_ms", "forward_tflops_a_gpu", "backward_ms",
           "backward_tflops_a_gpu", "comm_ms", "hidden", "note"]  # fmt: skip
-WAYS = ("magi", "magi_zigzag", *BASELINES)
+WAYS = ("magi", "magi_zigzag", "magi_contiguous", *BASELINES)
 TWO_LEVELS: dict[str, CommImpl] = {"two_levels": "auto", "two_levels_native": "native"}
 ALL_WAYS = (*WAYS, *ONE_LAUNCH, *TWO_LEVELS, "alone")
 PUBLISHED = {"full": (665, 535), "causal": (644, 529), "documents_full": (535, 447), "documents_causal": (459, 360)}
@@ -92,7 +93,8 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
         if per_node < 2 or cluster.num_ranks % 2:
             raise Unsupported(f"{cluster.num_ranks} ranks are not two nodes of several")
         config = replace(config, comm=CommConfig(impl=TWO_LEVELS[name], ranks_per_node=per_node))
-    dispatch = zigzag(case.length, cluster.num_ranks) if "zigzag" in name else None
+    given = zigzag if "zigzag" in name else contiguous if "contiguous" in name else None
+    dispatch = None if given is None else given(case.length, cluster.num_ranks)
     if dispatch is not None and _ranges(make_plan(case.mask, config, cluster.num_ranks).dispatch) == _ranges(dispatch):
         raise Unsupported("the default dispatches likewise")
     all_ranks = make_plan(case.mask, config, cluster.num_ranks, dispatch)

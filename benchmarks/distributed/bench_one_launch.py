@@ -24,7 +24,7 @@ from benchmarks._lib.provenance import write_csv
 from megatron_magi.attention import distributed, distributed_attention
 from megatron_magi.attention.fused_comm import joined_bands
 from megatron_magi.backends.registry import backend_that
-from megatron_magi.backends.sm90.tiles import GAP
+from megatron_magi.backends.tiles.tiles import GAP
 from megatron_magi.config import CommConfig, CostModel, MagiConfig, OverlapConfig
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.plan import RankPlan, make_plan

@@ -16,7 +16,7 @@ import torch
 from benchmarks._lib.batches import PackedCase
 from benchmarks._lib.provenance import write_csv
 from megatron_magi.attention import AttnShape, prepare_batch
-from megatron_magi.backends.sm90 import cpp_tiles
+from megatron_magi.backends.tiles import cpp_tiles
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.plan import make_plan
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.planning.simulate [--csv FILE] [--check-csv FILE] [--chart FILE] [--gpus N ...]
         [--tokens N ...] [--masks NAME ...] [--rates FILE] [--from FILE]
+    python -m benchmarks.planning.simulate --layouts [--csv FILE] [--gpus N ...] [--tokens N ...] [--masks NAME ...]
 
 Needs no GPU. For each mask and number of GPUs the default dispatch is made, as in training, and its step (forward and
 backward of one layer) predicted from its counts and from measured rates (`megatron_magi.plan.predict`). ``near_mib``
@@ -9,8 +10,10 @@ and ``far_mib`` are what a GPU receives in a forward pass, from its own node and
 ``far_once_mib`` is how much it were from others if rows crossed between nodes once and were spread inside.
 ``exposed_ms`` is what the step takes longer than with transfers that take no time.
 
-First every measured step in `benchmarks/results` is predicted in the same way. Rates between nodes are assumed, and
-nothing here was measured on more than eight GPUs.
+``--layouts`` predicts the default dispatch, zigzag and contiguous pieces beside each other, and checks nothing.
+
+Otherwise first every measured step in `benchmarks/results` is predicted in the same way. Rates between nodes are
+assumed, and nothing here was measured on more than eight GPUs.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import numpy as np
 
 from benchmarks._lib.batches import DISTRIBUTED, ONE_LAUNCH, WARM_UP, PackedCase, make_mask, predicted_mask
 from benchmarks._lib.cases import log_uniform_lengths, short_documents
-from benchmarks._lib.dispatches import count_dispatch, zigzag
+from benchmarks._lib.dispatches import contiguous, count_dispatch, zigzag
 from benchmarks._lib.llama import GROUPS, HEAD_DIM, HEADS, NUM_LAYERS, WINDOW
 from benchmarks._lib.prediction import OVERLAP, OVERLAPS, by_case, overlap_of, predicted
 from benchmarks._lib.provenance import write_csv
@@ -47,6 +50,7 @@ HEADER = ["mask", "tokens_a_gpu", "gpus", "balance", "near_mib", "far_mib", "far
           "backward_ms", "exposed_ms", "degree", "host_bound", "tflops_a_gpu", "plan_s"]  # fmt: skip
 CHECK_HEADER = ["file", "case", "gpus", "measured_ms", "predicted_ms", "predicted_over_measured"]
 GPUS = tuple(2**i for i in range(1, 13))
+LAYOUT_HEADER = ["mask", "tokens_a_gpu", "gpus", "layout", "balance", "mib", "most_mib", "step_ms"]
 
 
 def _documents(total: int) -> AttnMask:
@@ -121,6 +125,23 @@ def row(name: str, tokens: int, gpus: int, rates: Rates, overlap: OverlapConfig 
         f"{step.exposed_us / 1e3:.3f}", found.degree, int(found.step_us > 1.01 * found.device_us),
         f"{flops / found.step_us / 1e6:.0f}", f"{plan_s:.2f}",
     ]  # fmt: skip
+
+
+def layout_rows(name: str, tokens: int, gpus: int, rates: Rates, overlap: OverlapConfig = OVERLAP) -> Iterator[list]:
+    """Lines of the table of layouts: MiB that a GPU receives in a forward pass, on average and at most."""
+    mask, mib = MASKS[name](tokens * gpus), overlap.cost.row_bytes / 2**20
+    layouts = {
+        "planned": make_dispatch(mask, DispatchConfig(rates=rates), gpus, overlap),
+        "zigzag": zigzag(mask.total_seqlen_q, gpus),
+        "contiguous": contiguous(mask.total_seqlen_q, gpus),
+    }
+    for layout, dispatch in layouts.items():
+        step = simulate(mask, dispatch, rates, overlap)
+        area, received = step.counts.area.sum(axis=0), step.counts.received.sum(axis=0) * mib
+        yield [
+            name, tokens, gpus, layout, f"{area.max() / area.mean():.3f}", f"{received.mean():.1f}",
+            f"{received.max():.1f}", f"{step.found.step_us / 1e3:.3f}",
+        ]  # fmt: skip
 
 
 def check_distributed(file: Path, rates: Rates) -> Iterator[list]:
@@ -326,9 +347,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768], help="tokens a GPU")
     parser.add_argument("--masks", nargs="*", default=list(MASKS), choices=MASKS)
     parser.add_argument("--rates", help="a calibration; those of an H100 when not given")
+    parser.add_argument("--layouts", action="store_true", help="compare layouts")
     parser.add_argument("--from", dest="earlier", help="predictions of an earlier run: only checks and draws")
     options = parser.parse_args()
     rates = Rates.from_json(Path(options.rates).read_text()) if options.rates else H100
+    if options.layouts:
+        cases = itertools.product(options.tokens, options.masks, options.gpus)
+        lines = [line for tokens, name, gpus in cases for line in layout_rows(name, tokens, gpus, rates)]
+        for line in lines:
+            print("  ".join(f"{h}={c}" for h, c in zip(LAYOUT_HEADER, line, strict=True)))
+        if options.csv:
+            write_csv(options.csv, LAYOUT_HEADER, lines)
+        return
     checked = check_all(rates)
     print("predicted over measured: steps, median and largest deviation, range")
     for line in errors(checked):

@@ -199,15 +199,18 @@ class Counting {
 
 }  // namespace
 
-// `bands`: [num_bands, 6], tight; `out`: [9, 2, cp_size], the fields of Counts.
+// `bands`: [num_bands, 6], tight; `rank`: [num_dispatches, num_chunks]; `out`: [num_dispatches, 9, 2, cp_size], the
+// fields of Counts.
 extern "C" __attribute__((visibility("default"))) void magi_count(const Int* bands, Int num_bands, const Int* bounds,
-                                                                  const Int* rank, Int num_chunks, Int cp_size,
-                                                                  Int ranks_per_node, Int* out) {
-  std::fill(out, out + 18 * cp_size, 0);
-  Counting counting(bounds, rank, num_chunks, cp_size, ranks_per_node, out);
-  for (Int i = 0; i < num_bands; ++i) {
-    const Int* b = bands + 6 * i;
-    counting.add({b[0], b[1], b[2], b[3], b[4], b[5]});
+                                                                  const Int* rank, Int num_chunks, Int num_dispatches,
+                                                                  Int cp_size, Int ranks_per_node, Int* out) {
+  std::fill(out, out + 18 * cp_size * num_dispatches, 0);
+  for (Int d = 0; d < num_dispatches; ++d, rank += num_chunks, out += 18 * cp_size) {
+    Counting counting(bounds, rank, num_chunks, cp_size, ranks_per_node, out);
+    for (Int i = 0; i < num_bands; ++i) {
+      const Int* b = bands + 6 * i;
+      counting.add({b[0], b[1], b[2], b[3], b[4], b[5]});
+    }
+    counting.finish();
   }
-  counting.finish();
 }

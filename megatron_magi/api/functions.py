@@ -16,7 +16,7 @@ from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.api.make_key import made_on_all_ranks, new_key, new_mask_key, values_to_compare
 from megatron_magi.api.mask_types import GeneralAttnMaskType
 from megatron_magi.api.masks import mask_from_ranges, mask_of_key
-from megatron_magi.api.runtime import RuntimeCache, default_device
+from megatron_magi.api.runtime import KeyRuntime, RuntimeCache, default_device
 from megatron_magi.api.static_key import StaticKey
 from megatron_magi.attention import distributed_attention
 from megatron_magi.checks import IntArrayLike, flag, instance, integer, renamed
@@ -26,6 +26,7 @@ from megatron_magi.comm.agreement import told
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.operands.meta import AttnForwardMeta
+from megatron_magi.plan import Layout
 from megatron_magi.runtime.no_compile import outside_graphs
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def magi_attn_flex_key(
     is_q_permutable: bool = True,
     is_k_permutable: bool = True,
     compare: Mapping[str, torch.Tensor | int] | None = None,
+    layout: Layout | None = None,
+    layout_cu_seqlens: IntArrayLike | None = None,
 ) -> DistAttnRuntimeKey:
     """Makes the key of any mask: queries ``q_ranges[i]`` see keys ``k_ranges[i]`` as ``attn_mask_type[i]``.
 
@@ -93,9 +96,10 @@ def magi_attn_flex_key(
                 raise ValueError(f"{name}: only True is supported, queries and keys are the same tokens")
         mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
         shape = (num_heads_q, num_heads_kv, head_dim)
-        key = new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
-        others = values_to_compare(key, compare)
-    return _RUNTIMES.compared(key, others)
+        given = (pad_size, chunk_size, cp_group_or_mesh, dist_attn_config, layout, layout_cu_seqlens)
+        new = new_key(_RUNTIMES, mask, shape, *given)
+        others = values_to_compare(new.key, compare)
+    return _RUNTIMES.register(*new, others)
 
 
 @outside_graphs
@@ -112,6 +116,7 @@ def magi_attn_varlen_key(
     window_size: tuple[int, int] = (-1, -1),
     dist_attn_config: DistAttnConfig | MagiConfig | None = None,
     compare: Mapping[str, torch.Tensor | int] | None = None,
+    layout: Layout | None = None,
 ) -> DistAttnRuntimeKey:
     """Makes the key of packed documents, full, causal or with a sliding window.
 
@@ -119,6 +124,7 @@ def magi_attn_varlen_key(
         cu_seqlens_q, cu_seqlens_k, causal, window_size: see `infer_attn_mask_from_cu_seqlens`.
         num_heads_q, num_heads_kv, head_dim, pad_size, chunk_size, cp_group_or_mesh,
             dist_attn_config, compare: see `magi_attn_flex_key`.
+        layout: see `magi_attn_flex_key`; the documents of ``"zigzag_documents"`` are those of ``cu_seqlens_q``.
 
     Raises:
         ValueError: an argument, named in the message, is wrong.
@@ -126,9 +132,12 @@ def magi_attn_varlen_key(
     with made_on_all_ranks(cp_group_or_mesh, dist_attn_config):
         mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size)
         shape = (num_heads_q, num_heads_kv, head_dim)
-        key = new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
-        others = values_to_compare(key, compare)
-    return _RUNTIMES.compared(key, others)
+        bounds = cu_seqlens_q if isinstance(layout, str) and layout == "zigzag_documents" else None
+        given = (pad_size, chunk_size, cp_group_or_mesh, dist_attn_config, layout, bounds)
+        with renamed("layout_cu_seqlens", "cu_seqlens_q"):
+            new = new_key(_RUNTIMES, mask, shape, *given)
+        others = values_to_compare(new.key, compare)
+    return _RUNTIMES.register(*new, others)
 
 
 @outside_graphs
@@ -192,8 +201,8 @@ def make_flex_key_for_new_mask_after_dispatch(
     with made_on_all_ranks(key_for_dispatch.cp_group, dist_attn_config or key_for_dispatch.config):
         mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen, total_seqlen)
         shape = (num_heads_q, num_heads_kv, head_dim)
-        key = new_mask_key(_RUNTIMES, mask, shape, key_for_dispatch, dist_attn_config)
-    return _RUNTIMES.compared(key)
+        new = new_mask_key(_RUNTIMES, mask, shape, key_for_dispatch, dist_attn_config)
+    return _RUNTIMES.register(*new)
 
 
 @outside_graphs
@@ -215,8 +224,8 @@ def make_varlen_key_for_new_mask_after_dispatch(
     total_seqlen = key_for_dispatch.mask.total_seqlen_q
     with made_on_all_ranks(key_for_dispatch.cp_group, dist_attn_config or key_for_dispatch.config):
         mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size, total_seqlen)
-        key = new_mask_key(_RUNTIMES, mask, (None, None, None), key_for_dispatch, dist_attn_config)
-    return _RUNTIMES.compared(key)
+        new = new_mask_key(_RUNTIMES, mask, (None, None, None), key_for_dispatch, dist_attn_config)
+    return _RUNTIMES.register(*new)
 
 
 @outside_graphs
@@ -418,6 +427,16 @@ def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
 def clear_cache(cp_group: Group = None) -> None:
     """Drops the plans of a group's keys, of all keys when None. Keys stay valid: they are planned again."""
     _RUNTIMES.clear(group_of(cp_group, "cp_group"))
+
+
+def runtime_of(key: DistAttnRuntimeKey) -> KeyRuntime:
+    """The plan of a key, once all ranks are known to have the same.
+
+    Raises:
+        ValueError: ``key`` is no key.
+        RuntimeError: the ranks' keys disagree.
+    """
+    return _RUNTIMES.get(key).agreed()
 
 
 def _dispatched(x: torch.Tensor, make_key, args: tuple, kwargs: dict, cp_group: Group, is_partial_grad: bool):

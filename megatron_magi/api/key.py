@@ -12,6 +12,7 @@ from megatron_magi.api.compat_names import compat_name
 from megatron_magi.api.mask_types import AttnMaskType
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask, MaskType
+from megatron_magi.plan import Dispatch
 
 if TYPE_CHECKING:
     from megatron_magi.api.compat_names import AttnRanges, DistAttnConfig
@@ -27,6 +28,7 @@ class DistAttnRuntimeKey:
         cp_group: the ranks; None is one rank.
         config: everything that decides the plan and how it runs.
         key_for_dispatch: the key whose distribution of tokens this one shares.
+        layout: the distribution of tokens that was given (`plan.given_dispatch`); None leaves it to the planner.
         total_seqlen: tokens, padding included.
         pad_size: tokens that pad the sequence at its end.
     """
@@ -38,6 +40,7 @@ class DistAttnRuntimeKey:
     cp_group: dist.ProcessGroup | None
     config: MagiConfig
     key_for_dispatch: DistAttnRuntimeKey | None = None
+    layout: Dispatch | None = None
     total_seqlen: int = field(default=0, compare=False)
     pad_size: int = field(default=0, compare=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,13 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_magi import envs
 from megatron_magi.api.configuration import HeadShape, KeyConfig, head_shape_of, magi_config, with_head_shape
 from megatron_magi.api.key import DistAttnRuntimeKey
-from megatron_magi.api.runtime import RuntimeCache
+from megatron_magi.api.runtime import KeyRuntime, RuntimeCache
+from megatron_magi.checks import IntArrayLike, renamed
 from megatron_magi.comm.agreement import MAX_VALUES, told
 from megatron_magi.comm.checksum import checksums
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.operands.options import check_tensor
+from megatron_magi.plan import Dispatch, Layout, given_dispatch
+
+
+class NewKey(NamedTuple):
+    """A key that is planned, for `RuntimeCache.register`."""
+
+    key: DistAttnRuntimeKey
+    runtime: KeyRuntime
+    max_size: int
 
 
 @contextmanager
@@ -38,7 +49,9 @@ def new_key(
     chunk_size: int | None,
     cp_group_or_mesh: Group,
     given: KeyConfig | MagiConfig | None,
-) -> DistAttnRuntimeKey:
+    layout: Layout | None = None,
+    cu_seqlens: IntArrayLike | None = None,
+) -> NewKey:
     """The key of ``mask``, planned by ``runtimes``; the other arguments are those of `magi_attn_flex_key`.
 
     Raises:
@@ -51,8 +64,10 @@ def new_key(
         told = ranks_per_node_of(cp_group_or_mesh)
         nodes = environment.ranks_per_node(told, "cp_group_or_mesh of two dimensions, or CommConfig.ranks_per_node,")
         config = replace(config, comm=replace(config.comm, ranks_per_node=nodes))
-    key = DistAttnRuntimeKey(mask, *shape, cp_group=group_of(cp_group_or_mesh, "cp_group_or_mesh"), config=config)
-    return _registered(runtimes, key, environment)
+    group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
+    held = _layout_of(layout, cu_seqlens, mask.total_seqlen_q, config, 1 if group is None else group.size())
+    key = DistAttnRuntimeKey(mask, *shape, cp_group=group, config=config, layout=held)
+    return _planned(runtimes, key, environment)
 
 
 def new_mask_key(
@@ -61,7 +76,7 @@ def new_mask_key(
     shape: HeadShape,
     key: DistAttnRuntimeKey,
     given: KeyConfig | MagiConfig | None,
-) -> DistAttnRuntimeKey:
+) -> NewKey:
     """The key of ``mask`` over the tokens as ``key`` distributes them.
 
     Raises:
@@ -80,7 +95,7 @@ def new_mask_key(
     # All masks over one dispatch share the key that made it, whichever of them was named.
     first = key if key.key_for_dispatch is None else key.key_for_dispatch
     new = DistAttnRuntimeKey(mask, *shape, cp_group=key.cp_group, config=config, key_for_dispatch=first)
-    return _registered(runtimes, new, environment)
+    return _planned(runtimes, new, environment)
 
 
 def ranks_per_node_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> int | None:
@@ -93,6 +108,19 @@ def ranks_per_node_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -
         return None
     ranks = cp_group_or_mesh.mesh.flatten().tolist()
     return cp_group_or_mesh.size(1) if ranks == sorted(ranks) else None
+
+
+def _layout_of(
+    layout: Layout | None, cu_seqlens: IntArrayLike | None, total_seqlen: int, config: MagiConfig, cp_size: int
+) -> Dispatch | None:
+    if layout is None:
+        if cu_seqlens is not None:
+            raise ValueError('layout_cu_seqlens: bounds of documents are for layout="zigzag_documents"')
+        return None
+    if config.dispatch.chunk_size is not None:
+        raise ValueError(f"chunk_size: {config.dispatch.chunk_size}, but layout says who holds which tokens")
+    with renamed("cu_seqlens", "layout_cu_seqlens"):
+        return given_dispatch(layout, total_seqlen, cp_size, cu_seqlens=cu_seqlens, pad_size=config.dispatch.pad_size)
 
 
 def values_to_compare(key: DistAttnRuntimeKey, compare: Mapping[str, Tensor | int] | None) -> dict[str, int]:
@@ -120,10 +148,10 @@ def values_to_compare(key: DistAttnRuntimeKey, compare: Mapping[str, Tensor | in
     return {name: next(sums) if isinstance(x, Tensor) else x for name, x in compare.items()}
 
 
-def _registered(runtimes: RuntimeCache, key: DistAttnRuntimeKey, environment: envs.Environment) -> DistAttnRuntimeKey:
-    """``key`` with its lengths filled in, planned; to be compared over its group by `RuntimeCache.compared`."""
-    dispatch = runtimes.get(key).plan.dispatch
+def _planned(runtimes: RuntimeCache, key: DistAttnRuntimeKey, environment: envs.Environment) -> NewKey:
+    """``key`` with its lengths filled in, planned."""
+    runtime = runtimes.planned(key)
+    dispatch = runtime.plan.dispatch
     padding = dispatch.padded_seqlen - dispatch.total_seqlen
     key = replace(key, total_seqlen=dispatch.padded_seqlen, pad_size=padding)
-    runtimes.register(key, environment.plan_cache_size)
-    return key
+    return NewKey(key, runtime, environment.plan_cache_size)

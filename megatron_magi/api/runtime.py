@@ -129,35 +129,48 @@ class RuntimeCache:
             raise ValueError(f"key: expected a DistAttnRuntimeKey, got {type(key).__name__}")
         runtime = self._runtimes.get(key)
         if runtime is None:
-            shard = None if key.key_for_dispatch is None else self.get(key.key_for_dispatch).shard
-            cp_size = 1 if key.cp_group is None else key.cp_group.size()
-            dispatch = None if shard is None else shard.dispatch
-            with renamed("cp_size", "cp_group_or_mesh"):
-                plan = make_plan(key.mask, with_present_rates(key.config), cp_size, dispatch)
-            runtime = KeyRuntime(plan, key.cp_group, shard)
+            runtime = self.planned(key)
             self._runtimes.put(key, runtime, runtime.num_bytes)
         return runtime
 
-    def register(self, key: DistAttnRuntimeKey, max_size: int) -> KeyRuntime:
-        """`get` for a key that was just made: it becomes its group's most recent one, and the oldest go."""
-        self._runtimes.max_items = max_size
-        runtime = self.get(key)
-        # Again, for a bound that has become smaller.
-        self._runtimes.put(key, runtime, runtime.num_bytes)
-        self._most_recent[key.cp_group] = key
-        return runtime
+    def planned(self, key: DistAttnRuntimeKey) -> KeyRuntime:
+        """The runtime of ``key``: that which is there, or a new one, which is not kept."""
+        runtime = self._runtimes.get(key)
+        if runtime is not None:
+            return runtime
+        shard = None if key.key_for_dispatch is None else self.get(key.key_for_dispatch).shard
+        cp_size = 1 if key.cp_group is None else key.cp_group.size()
+        dispatch = key.layout if shard is None else shard.dispatch
+        with renamed("cp_size", "cp_group_or_mesh"):
+            plan = make_plan(key.mask, with_present_rates(key.config), cp_size, dispatch)
+        return KeyRuntime(plan, key.cp_group, shard)
 
-    def compared(self, key: DistAttnRuntimeKey, others: Mapping[str, int] | None = None) -> DistAttnRuntimeKey:
-        """``key``, which was just registered, while its plan is being compared with the other ranks'; collective.
+    def register(
+        self,
+        key: DistAttnRuntimeKey,
+        runtime: KeyRuntime,
+        max_size: int,
+        others: Mapping[str, int] | None = None,
+    ) -> DistAttnRuntimeKey:
+        """Keeps a key that was just made as its group's most recent one; the oldest go. Collective.
+
+        Its plan begins to be compared with the other ranks', and meanwhile this rank's part of it is made.
 
         Args:
             key: on its group.
+            runtime: of `planned`.
+            max_size: number of keys that are kept.
             others: values that are compared with the plan, by name.
+
+        Returns:
+            ``key``.
         """
-        runtime = self.get(key)
         # Also when the plan was there already: on another rank the same call may bring a new one.
         if key.config.comm.verify and runtime.plan.cp_size > 1:
             runtime.compare(others)
+        self._runtimes.max_items = max_size
+        self._runtimes.put(key, runtime, runtime.num_bytes)
+        self._most_recent[key.cp_group] = key
         return key
 
     def most_recent(self, group: dist.ProcessGroup | None) -> DistAttnRuntimeKey:

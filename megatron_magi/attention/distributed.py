@@ -14,6 +14,7 @@ from megatron_magi.attention.call_cache import CachedCall, CallTemplate, living
 from megatron_magi.attention.call_signature import AttentionCall, check_inputs, check_sinks, check_static, describe_row
 from megatron_magi.attention.collective_args import cleared, joined_cast, plan_casts
 from megatron_magi.attention.fused_comm import is_alone, pays, program_of
+from megatron_magi.backends.base import Backend
 from megatron_magi.checks import flag, renamed
 from megatron_magi.comm.collective_checks import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, make_room
@@ -25,10 +26,10 @@ from megatron_magi.cuda.layout import Layout
 from megatron_magi.operands.finite import require_finite
 from megatron_magi.operands.merge import accumulate_dtype, sink_gradient
 from megatron_magi.operands.meta import AttnForwardMeta
-from megatron_magi.operands.options import make_options, written_out
+from megatron_magi.operands.options import AttnOptions, make_options, written_out
 from megatron_magi.operands.passes import BackwardInputs
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
-from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
+from megatron_magi.ops.slice_passes import backward_pass, choose_for, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.no_compile import outside_graphs
@@ -166,7 +167,7 @@ def _make_template(
         sink_layout=sink_layout, softmax_scale=options.softmax_scale, softcap=options.softcap,
         max_logits=return_max_logits, sanity_check=config.attend.sanity_check,
     )  # fmt: skip
-    backend = resolve_impl(config.attend.impl, q, v)
+    backend = resolve_impl(config.attend.impl, q, v, options)
     makers = tuple(LruCache(0) if backend.programs is None else backend.programs.new_makers() for _ in range(2))
     return CallTemplate(
         (Layout.of(q), Layout.of(k), Layout.of(v)), _no_group if group is None else ref(group), config,
@@ -177,12 +178,13 @@ def _make_template(
 
 
 def _make_call(template: CallTemplate, plan: RankPlan) -> CachedCall:
-    (q, _, v), config, backend = template.layouts, template.config, template.backend
+    (q, _, v), config = template.layouts, template.config
     attend = config.attend
     # If nothing is fetched, no collective runs concurrently with attention.
     margins = (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
     of_call = q, template.softmax_scale, template.softcap, template.deterministic
     options = [make_options(*of_call, margin) for margin in margins]
+    backend = _backend_for(plan, template, options[0])
     remembers, casts = backend.caches_passes, plan_casts(plan, q.device)
     check_static(plan, backend, attend.sanity_check)
     dims = q.shape[2], v.shape[2]
@@ -218,6 +220,18 @@ def _make_call(template: CallTemplate, plan: RankPlan) -> CachedCall:
         tail=plan.runtime.tail,
         comm_impl=config.comm.impl if plan.runtime.tail is None else FOR_CAPTURES,
     )
+
+
+def _backend_for(plan: RankPlan, template: CallTemplate, options: AttnOptions) -> Backend:
+    """The backend of the template, or the next that takes the masks of this plan."""
+    backend, (q, _, v) = template.backend, template.layouts
+    if template.config.attend.impl != "auto" or plan.runtime.tail is not None:
+        return backend
+    if all(backend.why_not_call(options, bands) is None for bands in plan.bands):
+        return backend
+    found = choose_for("auto", q.device, q.dtype, (q.shape[2], v.shape[2]), options, plan.bands)
+    assert found.programs is None or found is backend, "ranks may choose different backends, in stages alone"
+    return found
 
 
 def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
@@ -311,6 +325,8 @@ class _DistributedAttention(torch.autograd.Function):
             grads = _backward_at_once(dout, (q, k, v), out, lse, call, wants_sink)
             if grads is not None:
                 *grads, delta = grads
+            elif call.backend.takes_out and not wants_sink:
+                delta = None
             elif call.delta_memo is None:
                 delta = row_delta(dout, out, call.config.attend.impl)
             else:
@@ -318,7 +334,7 @@ class _DistributedAttention(torch.autograd.Function):
             dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call) if wants_sink else None
             if grads is None:
                 call.know_stages()
-                grads = _Backward(dout, q, k, v, lse, delta, saved_keys, call).run()
+                grads = _Backward(dout, q, k, v, out, lse, delta, saved_keys, call).run()
             dq, dk, dv = _narrow(grads, q.dtype)
         return dq, dk, dv, dsink, None, None
 
@@ -385,7 +401,7 @@ def _backward_at_once(dout, qkv, out, lse, call: CachedCall, wants_delta: bool) 
 class _Backward:
     """One backward pass: dq is local; dk and dv of fetched keys are sent back to their owners."""
 
-    def __init__(self, dout, q, k, v, lse, delta, saved_keys, call: CachedCall) -> None:
+    def __init__(self, dout, q, k, v, out, lse, delta, saved_keys, call: CachedCall) -> None:
         self._dout, self._q, self._k, self._v = dout, q, k, v
         self._lse, self._delta, self._call = lse, delta, call
         self._saved_keys = saved_keys
@@ -399,7 +415,7 @@ class _Backward:
         # If several partial sums are added to these gradients, they are fp32 until the end.
         self._wide = accumulate_dtype(q.dtype) if call.accumulates else q.dtype
         self._is_local_done = False  # once True, only reductions add to dk and dv
-        self._shared: dict[str, Any] = {}
+        self._shared: dict[str, Any] = {"out": out} if call.backend.takes_out else {}
         if call.sums_meet:
             self._shared["shared"] = call.backend.shared_sums(len(call.bands))
             self._dq = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -10,11 +10,18 @@ from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.impl import cuda_rows
 from megatron_magi.comm.transport import may_use_peer_memory
 from megatron_magi.config import MagiConfig
+from megatron_magi.cuda.target import DEFAULT_TARGET, has_peer_kernels
 from megatron_magi.operands.merge import accumulate_dtype
 
 
 def needed_kernels(
-    shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls: bool = False, captured: bool = False
+    shape: AttnShape,
+    config: MagiConfig,
+    cp_size: int,
+    *,
+    rolls: bool = False,
+    captured: bool = False,
+    target: str = DEFAULT_TARGET,
 ) -> Kernels:
     """Kernels that attention of a shape can use under any mask; none of a backend without tables.
 
@@ -24,6 +31,7 @@ def needed_kernels(
         cp_size: number of ranks.
         rolls: also for `roll` of int64 and fp32 values, one for each row, as in multi-token prediction.
         captured: also kernels of static plans.
+        target: the architecture that they are compiled for.
     """
     backend = shape.table_backend
     if backend is None:
@@ -48,7 +56,7 @@ def needed_kernels(
     found.append(cuda_rows.sum_source(partial, wide, 16 // wide.itemsize))
     if config.comm.ranks_per_node is not None:
         found.append(cuda_rows.sum_source(partial, partial, 16 // partial.itemsize))
-    if config.comm.impl in ("auto", "native"):
+    if config.comm.impl in ("auto", "native") and has_peer_kernels(target):
         found += peer_kernels.needed_kernels(partial, wide)
     if one_launch and programs is not None and programs.fuses_backward(dims):
         found += [kernel for kernel in peer_kernels.needed_kernels(partial, partial) if kernel not in found]

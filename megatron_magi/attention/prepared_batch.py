@@ -42,6 +42,7 @@ class AttnShape(NamedTuple):
         num_sms: streaming multiprocessors of the GPU, if the backend makes tables of masks on the host (`kernels_for`);
             None for others, for which there is nothing to prepare.
         backend: the name of that backend; the first of those that make tables if only ``num_sms`` is given.
+        kind: what else of the GPU tables depend on (`megatron_magi.backends.base.HostTables.kind`).
     """
 
     num_heads_q: int
@@ -51,14 +52,16 @@ class AttnShape(NamedTuple):
     dtype: torch.dtype
     num_sms: int | None = None
     backend: str | None = None
+    kind: Any = None
 
     def kernels_for(self, device: torch.device | str, impl: str = "auto") -> AttnShape:
         """The shape with `num_sms` of a device and the backend that ``impl`` selects there, or without both."""
         device = torch.device(device)
         backend = table_backend(impl, device, self.dtype, (self.head_dim, self.head_dim_v))
         if backend is None or backend.tables is None:
-            return self._replace(num_sms=None, backend=None)
-        return self._replace(num_sms=backend.tables.sm_count(device), backend=backend.name)
+            return self._replace(num_sms=None, backend=None, kind=None)
+        tables = backend.tables
+        return self._replace(num_sms=tables.sm_count(device), backend=backend.name, kind=tables.kind(device))
 
     @property
     def table_backend(self) -> Backend | None:
@@ -315,4 +318,5 @@ def _table_use(plan: RankPlan, shape: AttnShape, config: MagiConfig, needs_backw
         needs_backward=needs_backward,
         accumulates=bool(plan.degree),
         planner=config.dispatch.planner,
+        kind=shape.kind,
     )

@@ -50,13 +50,18 @@ class Backend(ABC):
 
     Attributes:
         name: value of ``impl`` that selects it.
+        title: its kernels in words, for logs.
         caches_passes: both passes and `row_delta` take a dictionary ``memo``, in which they keep what calls that
             differ in addresses alone share (`CachedPass`).
+        takes_out: the backward takes the output of the forward over all keys and sinks, in the dtype of q, as ``out``,
+            and then needs no delta.
         tables, programs, capture, sparse: what else it offers, see the module.
     """
 
     name: ClassVar[str]
+    title: ClassVar[str] = "kernels"
     caches_passes: ClassVar[bool] = False
+    takes_out: ClassVar[bool] = False
     tables: ClassVar[HostTables | None] = None
     programs: ClassVar[Programs | None] = None
     capture: ClassVar[Capture | None] = None
@@ -73,6 +78,19 @@ class Backend(ABC):
             dims: head dims of q and k, and of v.
             instead: what the message recommends.
         """
+
+    def why_not_call(
+        self, options: AttnOptions, bands: np.ndarray | None = None, instead: str = "'torch'"
+    ) -> str | None:
+        """The reason why it does not compute such a call of tensors that it takes (`why_not`); None if it does.
+
+        Args:
+            options: of the call.
+            bands: the mask; None where it is not known yet.
+            instead: what the message recommends.
+        """
+        del options, bands, instead
+        return None
 
     @staticmethod
     @abstractmethod
@@ -113,7 +131,7 @@ class Backend(ABC):
             inputs: q, k, v, dout, and lse and delta over all keys and sinks of a row.
             bands, options: as in `forward`.
             grads: dq, dk, dv, and which of them are added to.
-            hints: ``memo``, if `caches_passes`; ``shared``, if `sums_meet` holds.
+            hints: ``memo``, if `caches_passes`; ``shared``, if `sums_meet` holds; ``out``, if `takes_out`.
 
         Raises:
             ValueError: as `forward`.
@@ -340,6 +358,7 @@ class TableUse(NamedTuple):
         needs_backward: gradients are needed.
         accumulates: results of several stages are merged in fp32.
         planner: as `DispatchConfig.planner`.
+        kind: `HostTables.kind` of the GPU.
     """
 
     num_heads: tuple[int, int]
@@ -351,6 +370,7 @@ class TableUse(NamedTuple):
     needs_backward: bool
     accumulates: bool
     planner: str
+    kind: Any = None
 
 
 class StageTables(NamedTuple):
@@ -440,6 +460,9 @@ class HostTables(Protocol):
 
     def sm_count(self, device: torch.device) -> int:
         """Streaming multiprocessors of a device, on which tables depend."""
+
+    def kind(self, device: torch.device) -> Any:
+        """What else of a device they depend on: a constant that can be sent to another process."""
 
     def make(self, masks: StageMasks, use: TableUse) -> StageTables:
         """Makes the tables of a plan's masks, without a GPU; they serve calls described by ``use``."""

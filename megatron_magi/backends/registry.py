@@ -3,57 +3,132 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_magi.backends.base import Backend, Kernels, Sparse
 from megatron_magi.backends.blocked.backend import Blocked
+from megatron_magi.backends.cudnn.backend import Cudnn
 from megatron_magi.backends.reference.backend import Reference
 from megatron_magi.backends.sm90.backend import Sm90
+from megatron_magi.backends.triton.backend import TritonKernels
+from megatron_magi.operands.options import AttnOptions
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Blocked(), Sm90())}
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (Reference(), Blocked(), Sm90(), Cudnn(), TritonKernels())
+}
 """Backends by the value of ``impl`` that selects them."""
 
 SPARSE: dict[str, Sparse] = {name: backend.sparse for name, backend in BACKENDS.items() if backend.sparse is not None}
 """Attention over lists of keys, likewise."""
 
-_FASTEST = ("ffa",)
-"""Where ``auto`` looks on a GPU, in this order; otherwise it is `_ANYWHERE`."""
+_FASTEST = ("ffa", "cudnn", "triton")
+"""Where ``auto`` looks on a GPU, in this order: the first that takes the call. Which GPUs a backend serves is its own
+matter (`Backend.why_not`). Where none does, it is `_ANYWHERE`."""
 
 _ANYWHERE = "torch"
+_said: set[tuple] = set()
+"""What `_say_once` has logged."""
 
 
-def choose(impl: str, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> Backend:
-    """The backend that computes: the one asked for, or for ``auto`` the fastest that takes such tensors.
+def choose(
+    impl: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    options: AttnOptions | None = None,
+    masks: Sequence[np.ndarray] = (),
+) -> Backend:
+    """The backend that computes: the one asked for, or for ``auto`` the first of the fastest that takes the call.
 
-    Where that is not the fastest that GPUs have, the reason is logged, once.
+    Which one that is on a GPU is logged once, with the reasons against those before it.
 
     Args:
         impl: ``auto`` or a name.
         device, dtype: of q, k and v.
         dims: head dims of q and k, and of v.
+        options: of the call; None where they are not known, or do not matter.
+        masks: bands of the passes of the call, likewise.
 
     Raises:
-        ValueError: there is no backend of that name. (One that does not take the tensors says so itself when it is
+        ValueError: there is no backend of that name. (One that does not take the call says so itself when it is
             called.)
     """
     if not isinstance(impl, str) or impl not in ("auto", *BACKENDS):
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *BACKENDS])}")
     if impl != "auto":
         return BACKENDS[impl]
-    found = fastest(device, dtype, dims) if device.type == "cuda" else None
-    if found is None and device.type == "cuda":
-        _warn_once(device, dtype, dims)
-    return found or BACKENDS[_ANYWHERE]
+    if device.type != "cuda":
+        return BACKENDS[_ANYWHERE]
+    found = fastest(device, dtype, dims, options, masks) or BACKENDS[_ANYWHERE]
+    if found.name != _FASTEST[0]:
+        _say_once(found.name, device, dtype, dims, options, masks)
+    return found
 
 
-def fastest(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> Backend | None:
-    """The fastest backend with kernels of its own that takes such tensors; None if there is none."""
-    known = (BACKENDS[name] for name in _FASTEST)
-    return next((backend for backend in known if backend.takes(device, dtype, dims)), None)
+def fastest(
+    device: torch.device,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    options: AttnOptions | None = None,
+    masks: Sequence[np.ndarray] = (),
+) -> Backend | None:
+    """The first of the fastest backends that takes a call, see `choose`; None if there is none."""
+    for name in _FASTEST:
+        backend = BACKENDS[name]
+        if backend.takes(device, dtype, dims) and _refusal(backend, options, masks) is None:
+            return backend
+    return None
+
+
+def faster_than_chosen(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> list[Backend]:
+    """The backends that ``auto`` passes over for such tensors, before it takes one."""
+    found = fastest(device, dtype, dims)
+    before = _FASTEST if found is None else _FASTEST[: _FASTEST.index(found.name)]
+    return [BACKENDS[name] for name in before]
+
+
+def why_not(
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    options: AttnOptions | None = None,
+    masks: Sequence[np.ndarray] = (),
+    instead: str = "'torch'",
+) -> str | None:
+    """The reason why a backend does not take a call; None if it does. Arguments as in `choose`."""
+    return backend.why_not(device, dtype, dims, instead) or _refusal(backend, options, masks, instead)
+
+
+def _refusal(
+    backend: Backend, options: AttnOptions | None, masks: Sequence[np.ndarray], instead: str = "'torch'"
+) -> str | None:
+    if options is None:
+        return None
+    reasons = (backend.why_not_call(options, bands, instead) for bands in masks or (None,))
+    return next(filter(None, reasons), None)
+
+
+def _say_once(name: str, *call: Any) -> None:
+    """Logs which backend ``auto`` took for calls like this one, and why those before it did not."""
+    device, dtype, dims, options, _ = call
+    key = name, device, dtype, dims, options is not None and options.softcap > 0
+    if key in _said:
+        return
+    _said.add(key)
+    before = _FASTEST[: _FASTEST.index(name)] if name in _FASTEST else _FASTEST
+    reasons = "; ".join(str(why_not(BACKENDS[known], *call)) for known in before)
+    if name == _ANYWHERE:
+        logger.warning("attention falls back to the blocked implementation, which is slower: %s", reasons)
+    else:
+        logger.info("attention is computed by %r: %s", name, reasons)
 
 
 def backend_that(offers: str, name: str | None) -> Backend:
@@ -72,12 +147,6 @@ def backend_that(offers: str, name: str | None) -> Backend:
     if name not in able:
         raise ValueError(f"backend: expected one of {', '.join(able)}, which have {offers}, got {name!r}")
     return able[name]
-
-
-@cache
-def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    reasons = "; ".join(str(BACKENDS[name].why_not(device, dtype, dims)) for name in _FASTEST)
-    logger.warning("attention falls back to the blocked implementation, which is slower: %s", reasons)
 
 
 def choose_sparse(impl: str, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> Sparse:

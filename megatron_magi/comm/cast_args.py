@@ -80,6 +80,11 @@ class CastTables:
         most = None if self.peers is None else self.peers[-3:]
         return CastFacts(self.send_splits, self.recv_splits, self.num_rows_min, levels, most, len(arrays)), arrays
 
+    @property
+    def num_sent_rows(self) -> int:
+        """Local rows that are sent, each counted once: those of `Arrivals`."""
+        return int(np.count_nonzero(np.bincount(self.send_index)))
+
     def peer_arrays(self, num_owned: int) -> list[np.ndarray]:
         """The arrays of `PeerTables`; ``num_owned``: rows of `Arrivals`."""
         assert self.peers is not None
@@ -146,8 +151,13 @@ class GroupCastArgs:
     def of_tables(cls, tables: CastTables, device: torch.device | str) -> GroupCastArgs:
         """`build` from tables that have been checked."""
         order, peers = tables.recv_order, tables.peers
-        moved = upload([tables.send_index] if order is None else [tables.send_index, order], device)
-        return cls(
+        arrays = [tables.send_index] if order is None else [tables.send_index, order]
+        # What the first call between GPUs that reach each other's memory needs, in the same copy.
+        goes_along = peers is not None and torch.device(device).type == "cuda"
+        if goes_along:
+            arrays += tables.peer_arrays(tables.num_sent_rows)
+        moved = upload(arrays, device)
+        args = cls(
             send_index=moved[0],
             send_splits=tables.send_splits,
             recv_splits=tables.recv_splits,
@@ -156,6 +166,9 @@ class GroupCastArgs:
             most=None if peers is None else peers[-3:],
             host=tables,
         )
+        if goes_along:
+            vars(args)["peers"] = PeerTables(*moved[-NUM_ARRAYS:])  # where a cached property stores its value
+        return args
 
     @classmethod
     def from_uploaded(cls, facts: CastFacts, moved: Sequence[torch.Tensor]) -> GroupCastArgs:
@@ -213,7 +226,7 @@ class GroupCastArgs:
         if self.most is None:
             return None
         assert self.host is not None
-        arrays = self.host.peer_arrays(len(np.unique(self.host.send_index)))
+        arrays = self.host.peer_arrays(self.host.num_sent_rows)
         return PeerTables(*upload(arrays, self.send_index.device))
 
     @property

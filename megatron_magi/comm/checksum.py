@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_magi.comm.row_layout import written_out
+from megatron_magi.comm.row_layout import resolved
 
 _BLOCK = 1 << 20
 """Elements that are read at once: 8 MiB of weights."""
@@ -42,7 +42,7 @@ def checksum(x: Tensor) -> int:
 
 def _integers(x: Tensor) -> Tensor:
     """The numbers, or the bits of floating-point and complex ones, one after another."""
-    flat = written_out(x).reshape(-1)
+    flat = resolved(x).reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.contiguous().view(_INTS[flat.element_size()]) if flat.dtype.is_floating_point else flat

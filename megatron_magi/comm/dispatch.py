@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_magi.checks import integer
 from megatron_magi.comm.collective_checks import calls_of
 from megatron_magi.comm.groups import Group, all_gather_single, group_of, reduce_scatter_single
-from megatron_magi.comm.row_layout import written_out
+from megatron_magi.comm.row_layout import resolved
 from megatron_magi.runtime.no_compile import refuse_transforms
 from megatron_magi.runtime.upload import upload
 
@@ -63,7 +63,7 @@ def along_rows(move: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, di
     ``move`` takes and returns tensors whose sequence comes first, in the dtype in which `as_moved` views them; complex
     numbers as pairs of real ones.
     """
-    x = written_out(x)
+    x = resolved(x)
     moved = move((torch.view_as_real(x) if x.is_complex() else as_moved(x)).movedim(dim, 0)).movedim(0, dim)
     if x.is_complex():
         return torch.view_as_complex(moved)

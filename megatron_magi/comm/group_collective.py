@@ -19,7 +19,7 @@ from megatron_magi.comm.impl.native import Native, present_native
 from megatron_magi.comm.level_args import LevelArgs, LevelFacts, LevelTables
 from megatron_magi.comm.movement import Mover, Started
 from megatron_magi.comm.nodes import nodes_of
-from megatron_magi.comm.row_layout import RowLayout, written_out
+from megatron_magi.comm.row_layout import RowLayout, resolved
 from megatron_magi.comm.row_memory import can_add
 from megatron_magi.comm.slots import most_rows
 from megatron_magi.comm.transport import Args, Transport, most_received, transport_of
@@ -136,7 +136,7 @@ def group_cast(
     for x in tensors:
         if x.shape[0] < args.num_rows_min:
             raise ValueError(f"tensors: {x.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
-    tensors = [written_out(x) for x in tensors]
+    tensors = [resolved(x) for x in tensors]
     layout = RowLayout.of(tensors)
     started = way.mover(layout, most_received(args)).cast(tensors, args, layout, kept)
     return _handle(way, started, started.finish, args, layout)
@@ -177,7 +177,7 @@ def group_reduce(
     """
     way = _choose(tensors, args, group_of(group), impl)
     _check_reduce(tensors, args, into)
-    tensors = [written_out(x) for x in tensors]
+    tensors = [resolved(x) for x in tensors]
     layout = RowLayout.of(tensors)
     mover = way.mover(layout, most_received(args, back=True))
     if at_once and isinstance(mover, Native) and can_add(layout, into):
@@ -224,7 +224,7 @@ def group_reduce_lse(
     _check_reduce((out, lse), args, into)
     if out.shape[:-1] != lse.shape or out.dim() != 3:
         raise ValueError(f"lse: shape {list(lse.shape)} does not fit out {list(out.shape)}")
-    out, lse = written_out(out), written_out(lse)
+    out, lse = resolved(out), resolved(lse)
     layout = RowLayout.of((out, lse))
     mover = way.mover(layout, most_received(args, back=True))
     if isinstance(mover, Hierarchical):
@@ -245,8 +245,7 @@ def make_room(
     """Allocates the memory that later calls of `group_cast` and `group_reduce` need.
 
     Collective. Without it memory grows on demand, and each time all ranks wait for their GPUs. For static arguments,
-    which CUDA graphs refer to, it is the most that calls with as many rows a rank can need, as it cannot grow once a
-    graph is captured.
+    which CUDA graphs refer to, it is the most that calls with as many rows a rank can need, as graphs keep theirs.
 
     Args:
         casts: arguments of the calls.
@@ -301,7 +300,7 @@ def raise_failure(group: dist.ProcessGroup) -> None:
 
 
 def forget_graphs(group: dist.ProcessGroup) -> None:
-    """To be called on all ranks when no CUDA graph with calls on the group is left: its memory may grow again."""
+    """To be called on all ranks when no CUDA graph with calls on the group is left: its memory may be freed."""
     native = present_native(group)
     if native is not None:
         native.forget_graphs()

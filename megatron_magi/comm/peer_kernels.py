@@ -15,6 +15,7 @@ from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, SLOT_ROWS, WID
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 from megatron_magi.cuda.launch_list import Patch, Place, Step
+from megatron_magi.cuda.target import DEFAULT_TARGET, target_of
 
 SUM_LOADS = 2
 """Loads in flight of a thread that adds rows: kSumLoads of put_receive.cuh."""
@@ -121,7 +122,7 @@ def _source(name: str) -> str:
 def kernel_of(name: str, defines: tuple[str, ...], device: torch.device) -> PeerKernel:
     """One of `SHAPES` with its macros."""
     shape = SHAPES[name]
-    image = build(_source(name), defines)
+    image = build(_source(name), defines, target=target_of(device) or DEFAULT_TARGET)
     kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
     lists = f"{SLOT_ROWS.size}s" * shape.num_lists
     return PeerKernel(kernel, struct.Struct(f"{PEERS.size}s{lists}{shape.rest}"), shape.loads, shape.num_lists)

@@ -82,7 +82,7 @@ def peer_arrays(
     fetch = np.repeat(ranks, recv_splits) | peers.owner_rows
     if recv_order is not None:
         fetch = fetch[recv_order]
-    published = np.unique(send_index)
+    published = np.flatnonzero(np.bincount(send_index))
     num_chunks = -(-(int(send_index.max(initial=-1)) + 1) // CHUNK_ROWS)
     starts = np.searchsorted(published, np.arange(num_chunks + 1) * CHUNK_ROWS).astype(np.int64)
     counts = np.array([len(fetch), len(published), num_chunks], dtype=np.int64)

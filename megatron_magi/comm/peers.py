@@ -28,7 +28,7 @@ from megatron_magi.cuda.shared_memory import (
     read_words,
     write_word,
 )
-from megatron_magi.cuda.target import TARGETS, capabilities
+from megatron_magi.cuda.target import PEER_CAPABILITIES, capabilities
 
 _PREFIX = "megatron_magi/native"
 _NUM_SLOTS = 2
@@ -181,8 +181,8 @@ def refusal_of(said: list[dict[str, Any]]) -> str | None:
         return f"is for 2 to {MAX_RANKS} ranks, the group has {len(said)}"
     if any(s["host"] != said[0]["host"] for s in said):
         return "needs all ranks of the group on one host"
-    if any(tuple(s["capability"]) not in TARGETS for s in said):
-        return f"needs GPUs of compute capability {capabilities()}"
+    if any(tuple(s["capability"]) not in PEER_CAPABILITIES for s in said):
+        return f"needs GPUs of compute capability {capabilities(PEER_CAPABILITIES)}"
     if len({s["device"] for s in said}) < len(said):
         return "needs a GPU for each rank"
     most = min(most_groups(s["sms"]) for s in said)
@@ -215,6 +215,8 @@ class PeerMemory:
     def __init__(self, meeting: Meeting, control: Shared, device: torch.device) -> None:
         self._meeting, self._control, self._device = meeting, control, device
         self._data: Shared | None = None
+        self._kept: list[Shared] = []  # slots of before, which CUDA graphs refer to
+        self._forgotten: list[Shared] = []  # those of graphs that are gone
         self.slot_bytes = self.generation = 0
         self.notice = torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=True)
         self._owned = _Owned(meeting.rank, device, self.notice, control)
@@ -229,20 +231,34 @@ class PeerMemory:
         control, reason = share(meeting, _CONTROL_BYTES, device)
         return (None, reason) if control is None else (cls(meeting, control, device), "")
 
-    def grow(self, slot_bytes: int) -> str | None:
-        """Reallocates the slots; returns the reason if not possible, else None. Collective; synchronizes the device."""
+    def grow(self, slot_bytes: int, keep: bool = False) -> str | None:
+        """Reallocates the slots; returns the reason if not possible, else None. Collective; synchronizes the device.
+
+        Args:
+            slot_bytes: size of a slot; the largest that a rank gives.
+            keep: the present slots stay as they are, for CUDA graphs, until `forget_kept`; also if there is no memory
+                for others.
+        """
         torch.cuda.synchronize(self._device)
         slot_bytes = max(self._meeting.gather(slot_bytes))  # no rank reads the old slots any more
-        if self._data is not None:
-            before, self._owned.data = self._data, None
+        unused, self._forgotten = self._forgotten, []
+        if self._data is not None and not keep:
+            unused.append(self._data)
             self._data, self.slot_bytes = None, 0
-            before.close()
+        if unused:
+            self._owned.data = [data for data in self._owned.data if data not in unused]
+            for data in unused:
+                data.close()
             self._meeting.gather(None)  # no rank has them mapped any more
-            before.free()
-        self._data, reason = share(self._meeting, _NUM_SLOTS * slot_bytes, self._device)
-        if self._data is None:
+            for data in unused:
+                data.free()
+        data, reason = share(self._meeting, _NUM_SLOTS * slot_bytes, self._device)
+        if data is None:
             return reason
-        self._owned.data = self._data
+        if self._data is not None:
+            self._kept.append(self._data)
+        self._data = data
+        self._owned.data.append(data)
         self.slot_bytes, self.generation = slot_bytes, self.generation + 1
         rest = [0] * (MAX_RANKS - self._meeting.size)
         self.packed = PEERS.pack(
@@ -251,20 +267,25 @@ class PeerMemory:
         )  # fmt: skip
         return None
 
+    def forget_kept(self) -> None:
+        """No CUDA graph is left: what was kept for them is freed in the next `grow`. On all ranks."""
+        self._forgotten += self._kept
+        self._kept = []
+
 
 class _Owned:
     """Memory that this rank shares with a group; freed when all ranks have left, as they may read it until then."""
 
     def __init__(self, rank: int, device: torch.device, notice: torch.Tensor, control: Shared) -> None:
         self._rank, self._device, self._notice, self._control = rank, device, notice, control
-        self.data: Shared | None = None
+        self.data: list[Shared] = []
 
     def leave(self) -> None:
         """Waits for or stops this rank's kernels, and signals to the others that it no longer accesses their memory."""
         self._notice[0] = 1
         torch.cuda.synchronize(self._device)
-        if self.data is not None:
-            self.data.close()
+        for data in self.data:
+            data.close()
         for rank, address in enumerate(self._control.addresses):
             if rank != self._rank:
                 write_word(address + _LEFT_AT + 4 * self._rank, 1, self._device)
@@ -282,8 +303,8 @@ class _Owned:
 
     def free(self) -> None:
         """Frees this rank's memory."""
-        if self.data is not None:
-            self.data.free()
+        for data in self.data:
+            data.free()
         self._control.free()
 
 

@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 
-def written_out(x: torch.Tensor) -> torch.Tensor:
+def resolved(x: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy in which the conjugate or the sign that torch only notes is in the memory that is read."""
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 

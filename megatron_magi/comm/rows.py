@@ -42,7 +42,10 @@ class Arrivals:
 def arrival_arrays(local_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
     """The fields of `Arrivals` for arriving rows that belong to ``local_rows``, int64 ``[num_arriving]``."""
     order = np.argsort(local_rows, kind="stable")
-    rows, first, counts = np.unique(local_rows[order], return_index=True, return_counts=True)
+    counts = np.bincount(local_rows)  # rows of a shard are few enough for this, which is faster than to sort or hash
+    rows = np.flatnonzero(counts)
+    counts = counts[rows]
+    first = np.cumsum(counts) - counts
     by_count = np.argsort(-counts, kind="stable")
     rows, first, counts = rows[by_count], first[by_count], counts[by_count]
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

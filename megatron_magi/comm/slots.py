@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from megatron_magi.comm.peer_tables import CHUNK_ROWS
@@ -22,16 +23,32 @@ _MAX_FITTING = 1024
 class Room:
     """The slots of a group, which grow when a call needs more. Every rank makes the same requests.
 
+    Slots that captured CUDA graphs refer to stay where they are; then larger ones are allocated beside them.
+
+    Args:
+        captures: whether a graph is being captured, when memory cannot grow.
+
     Attributes:
         most_bytes: most bytes of a slot.
-        stays: the slots must not be reallocated, as captured CUDA graphs refer to them.
+        stays: graphs refer to the present slots.
     """
 
-    def __init__(self, memory: PeerMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: PeerMemory, captures: Callable[[], bool] = lambda: False) -> None:
+        self._memory, self._captures = memory, captures
+        self._stayed = False  # graphs refer to earlier slots
         self._fitting: dict[tuple[int, int | None], RowLayout] = {}  # by identity, for a fast lookup
         self._failure: str | None = None
         self.most_bytes, self.stays = MOST_BYTES, False
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether graphs refer to slots."""
+        return self.stays or self._stayed
+
+    def forget_graphs(self) -> None:
+        """No graph is left: slots that only they referred to are freed when the slots grow again."""
+        self.stays = self._stayed = False
+        self._memory.forget_kept()
 
     def refusal(self, layout: RowLayout, most_rows: int | None) -> str | None:
         """See `megatron_magi.comm.impl.native.Native.refusal`.
@@ -53,20 +70,22 @@ class Room:
             return f"moves at most {self.most_bytes} bytes a rank, got {most_rows} rows of {row_bytes}"
         if num_bytes > self._memory.slot_bytes or not self._memory.slot_bytes:
             wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
-            if self.stays:
-                return f"has room for {self._memory.slot_bytes} bytes, which CUDA graphs refer to, not for {num_bytes}"
+            if self._captures():
+                has = f"has room for {self._memory.slot_bytes} bytes"
+                return f"{has}, which cannot grow while a CUDA graph is captured, not for {num_bytes}"
             if wanted > self.most_bytes:
                 return f"has no room for {wanted} bytes"
             before = self._memory.slot_bytes
             self._fitting.clear()
             try:
-                reason = self._memory.grow(wanted)
+                reason = self._memory.grow(wanted, self.stays)
             except RuntimeError as error:  # ranks no longer know the slots of the others
                 self._failure = str(error)
                 raise
             if reason is not None:
                 self.most_bytes = before
                 return f"has no room for {wanted} bytes: {reason}"
+            self._stayed, self.stays = self.has_graphs, False
         if len(self._fitting) >= _MAX_FITTING:
             self._fitting.clear()
         self._fitting[id(layout), most_rows] = layout

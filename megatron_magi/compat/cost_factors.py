@@ -52,15 +52,14 @@ def get_a2a_corr_factor(world_size: int) -> float:
 def with_cost_factors(cost: CostModel, calc_cost_factor: float, comm_cost_factor: float) -> CostModel:
     """``cost`` with the rates at which one pair and one row take the microseconds given; 1 leaves a rate as it is."""
     if calc_cost_factor != _NOT_GIVEN:
-        cost = replace(cost, tflops=cost.tflops * cost.attend_us(1) / calc_cost_factor)
+        cost = replace(cost, tflops=replace(cost, tflops=1.0).attend_us(1) / calc_cost_factor)
     if comm_cost_factor != _NOT_GIVEN:
-        cost = replace(cost, gbytes_per_s=cost.gbytes_per_s * cost.fetch_us(1) / comm_cost_factor)
+        cost = replace(cost, gbytes_per_s=replace(cost, gbytes_per_s=1.0).fetch_us(1) / comm_cost_factor)
     return cost
 
 
 def cost_factors(cost: CostModel) -> tuple[float, float]:
-    """The factors that stand for ``cost`` in `with_cost_factors`; 1 for a rate that is the default."""
-    default = CostModel()
-    calc_cost_factor = _NOT_GIVEN if cost.tflops == default.tflops else cost.attend_us(1)
-    comm_cost_factor = _NOT_GIVEN if cost.gbytes_per_s == default.gbytes_per_s else cost.fetch_us(1)
+    """The factors that stand for ``cost`` in `with_cost_factors`; 1 for a rate that is the GPU's."""
+    calc_cost_factor = _NOT_GIVEN if cost.tflops is None else cost.attend_us(1)
+    comm_cost_factor = _NOT_GIVEN if cost.gbytes_per_s is None else cost.fetch_us(1)
     return calc_cost_factor, comm_cost_factor

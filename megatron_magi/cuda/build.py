@@ -77,15 +77,20 @@ def flatten_source(path: Path) -> str:
     return paste(path)
 
 
-def cubin_name(source: str, defines: tuple[str, ...], debug: bool = False) -> str:
+def cubin_name(source: str, defines: tuple[str, ...], debug: bool = False, target: str = DEFAULT_TARGET) -> str:
     """File name of a cubin: another one for other sources, macros, options or another compiler."""
     text = flatten_source(source_root() / source)
-    key = "\0".join([text, *_options(defines, debug), str(_nvrtc_version())])
+    key = "\0".join([text, *_options(defines, debug, target), str(_nvrtc_version())])
     return f"{Path(source).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
 
 
 def build(
-    source: str, defines: tuple[str, ...], cache_dir: Path | None = None, *, level: int = logging.WARNING
+    source: str,
+    defines: tuple[str, ...],
+    cache_dir: Path | None = None,
+    *,
+    target: str = DEFAULT_TARGET,
+    level: int = logging.WARNING,
 ) -> bytes:
     """A cubin, compiled unless it came with the package or is cached.
 
@@ -93,6 +98,7 @@ def build(
         source: path below `source_root`.
         defines: macros, ``NAME=VALUE``.
         cache_dir: folder of the cubins; `default_cache_dir` when None.
+        target: the compiler's name of an architecture.
         level: at which it is logged that a kernel is compiled for the cache.
 
     Raises:
@@ -100,23 +106,28 @@ def build(
         ValueError: a variable of the environment is malformed.
     """
     settings = envs.load_build()
-    name = cubin_name(source, defines, settings.debug)
+    name = cubin_name(source, defines, settings.debug, target)
     if not settings.force_jit and (image := _read(prebuilt_dir() / name)) is not None:
         return image
     if not settings.use_cache:
-        logger.warning("compiling %s (%s) for %s, not kept", source, " ".join(defines), DEFAULT_TARGET)
-        return _compile(source, defines, settings)
-    target = (default_cache_dir() if cache_dir is None else cache_dir) / name
-    if (image := _read(target)) is not None:
+        logger.warning("compiling %s (%s) for %s, not kept", source, " ".join(defines), target)
+        return _compile(source, defines, settings, target)
+    file = (default_cache_dir() if cache_dir is None else cache_dir) / name
+    if (image := _read(file)) is not None:
         return image
     try:
-        return _compile_once(target, source, defines, settings, level)
+        return _compile_once(file, source, defines, settings, target, level)
     except OSError as error:
-        logger.warning("%s cannot be written (%s): %s is compiled for this process alone", target.parent, error, source)
-        return _compile(source, defines, settings)
+        logger.warning("%s cannot be written (%s): %s is compiled for this process alone", file.parent, error, source)
+        return _compile(source, defines, settings, target)
 
 
-def build_all(kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int, cache_dir: Path | None = None) -> None:
+def build_all(
+    kernels: Iterable[tuple[str, tuple[str, ...]]],
+    jobs: int,
+    cache_dir: Path | None = None,
+    target: str = DEFAULT_TARGET,
+) -> None:
     """Compiles into the cache what is neither there nor came with the package; says so in one line.
 
     Compiles nothing where there is no cache, or, with a notice, where it cannot be written to.
@@ -124,7 +135,7 @@ def build_all(kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int, cache_d
     Args:
         kernels: source and macros of each.
         jobs: how many are compiled at a time.
-        cache_dir: as for `build`.
+        cache_dir, target: as for `build`.
 
     Raises:
         RuntimeError: the compiler reports an error.
@@ -138,7 +149,7 @@ def build_all(kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int, cache_d
     places = [folder] if settings.force_jit else [prebuilt_dir(), folder]
     missing = []
     for source, defines in dict.fromkeys(kernels):
-        name = cubin_name(source, defines, settings.debug)
+        name = cubin_name(source, defines, settings.debug, target)
         if all(_read(place / name, notice=False) is None for place in places):
             missing.append((source, defines))
     if not missing:
@@ -151,49 +162,47 @@ def build_all(kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int, cache_d
         logger.warning("%s cannot be written (%s): kernels are compiled when they are first used", folder, error)
         return
     jobs = min(jobs, len(missing))
-    logger.warning("compiling %d kernels for %s, %d at a time, kept in %s", len(missing), DEFAULT_TARGET, jobs, folder)
+    logger.warning("compiling %d kernels for %s, %d at a time, kept in %s", len(missing), target, jobs, folder)
     with ThreadPoolExecutor(jobs) as pool:
-        for _ in pool.map(lambda kernel: build(*kernel, cache_dir, level=logging.INFO), missing):
+        for _ in pool.map(lambda kernel: build(*kernel, cache_dir, target=target, level=logging.INFO), missing):
             pass
 
 
 def _compile_once(
-    target: Path, source: str, defines: tuple[str, ...], settings: envs.BuildSettings, level: int
+    file: Path, source: str, defines: tuple[str, ...], settings: envs.BuildSettings, target: str, level: int
 ) -> bytes:
-    """Compiles into ``target``, or waits for the process that does."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.with_suffix(".lock"), "w") as lock:
+    """Compiles into ``file``, or waits for the process that does."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file.with_suffix(".lock"), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:  # some mounts of network file systems have no locks
-            logger.info("%s: no lock (%s), other processes may compile %s too", target.parent, error, source)
-        if (image := _read(target, notice=False)) is not None:
+            logger.info("%s: no lock (%s), other processes may compile %s too", file.parent, error, source)
+        if (image := _read(file, notice=False)) is not None:
             return image
         # By default a warning, so that it is seen: a step of a training run stands still for it.
-        logger.log(
-            level, "compiling %s (%s) for %s, kept in %s", source, " ".join(defines), DEFAULT_TARGET, target.parent
-        )
+        logger.log(level, "compiling %s (%s) for %s, kept in %s", source, " ".join(defines), target, file.parent)
         start = time.perf_counter()
-        image = _compile(source, defines, settings, target.with_suffix(".cu"))
+        image = _compile(source, defines, settings, target, file.with_suffix(".cu"))
         try:
-            _write_cubin(target, image)
+            _write_cubin(file, image)
         except OSError as error:
-            logger.warning("%s cannot be written (%s): %s is kept for this process alone", target.parent, error, source)
+            logger.warning("%s cannot be written (%s): %s is kept for this process alone", file.parent, error, source)
         logger.info("compiled %s in %.1f s", source, time.perf_counter() - start)
     return image
 
 
 def _compile(
-    source: str, defines: tuple[str, ...], settings: envs.BuildSettings, kept_source: Path | None = None
+    source: str, defines: tuple[str, ...], settings: envs.BuildSettings, target: str, kept_source: Path | None = None
 ) -> bytes:
     if not settings.debug:
-        image, report = compile_kernel(source, defines)
+        image, report = compile_kernel(source, defines, target=target)
     else:
         if kept_source is not None:  # profilers and debuggers show it
             _write(kept_source, flatten_source(source_root() / source).encode())
-        image, report = compile_kernel(source, defines, debug=True, name=str(kept_source or source))
+        image, report = compile_kernel(source, defines, debug=True, name=str(kept_source or source), target=target)
     if settings.verbose or settings.debug:
-        logger.warning("%s: %s\n%s", source, " ".join(_options(defines, settings.debug)), report.strip())
+        logger.warning("%s: %s\n%s", source, " ".join(_options(defines, settings.debug, target)), report.strip())
     return image
 
 
@@ -238,13 +247,16 @@ def _write(target: Path, data: bytes) -> None:
             raise
 
 
-def compile_into(folder: Path, kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int) -> list[Path]:
+def compile_into(
+    folder: Path, kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int, target: str = DEFAULT_TARGET
+) -> list[Path]:
     """Compiles kernels into a folder under the names by which `build` finds them; those that are there whole stay.
 
     Args:
         folder: made if it is not there.
         kernels: source and macros of each.
         jobs: how many are compiled at a time.
+        target: the compiler's name of an architecture.
 
     Returns:
         The files, in the order of the kernels.
@@ -254,16 +266,16 @@ def compile_into(folder: Path, kernels: Iterable[tuple[str, tuple[str, ...]]], j
         OSError: there is no compiler, or the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    targets = {folder / cubin_name(source, defines): (source, defines) for source, defines in kernels}
-    missing = {target: kernel for target, kernel in targets.items() if _read(target) is None}
+    files = {folder / cubin_name(*kernel, target=target): kernel for kernel in kernels}
+    missing = {file: kernel for file, kernel in files.items() if _read(file) is None}
 
-    def make(target: Path) -> str:
-        source, defines = missing[target]
-        _write_cubin(target, compile_kernel(source, defines)[0])
+    def make(file: Path) -> str:
+        source, defines = missing[file]
+        _write_cubin(file, compile_kernel(source, defines, target=target)[0])
         return f"{source} ({' '.join(defines)})"
 
     with ThreadPoolExecutor(max(1, jobs)) as pool:
-        futures = [pool.submit(make, target) for target in missing]
+        futures = [pool.submit(make, file) for file in missing]
         try:
             for number, future in enumerate(as_completed(futures), start=1):
                 logger.warning("compiled %d of %d: %s", number, len(futures), future.result())
@@ -271,7 +283,7 @@ def compile_into(folder: Path, kernels: Iterable[tuple[str, tuple[str, ...]]], j
             # An error, or Ctrl-C: those that are being compiled are finished and kept, no other begins.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return list(targets)
+    return list(files)
 
 
 @cache
@@ -299,9 +311,9 @@ def _check(status: int, what: str) -> None:
         raise RuntimeError(f"NVRTC {what}: {_nvrtc().nvrtcGetErrorString(status).decode()}")
 
 
-def _options(defines: tuple[str, ...], debug: bool) -> list[str]:
+def _options(defines: tuple[str, ...], debug: bool, target: str) -> list[str]:
     options = [
-        f"--gpu-architecture={DEFAULT_TARGET}",
+        f"--gpu-architecture={target}",
         "--std=c++17",
         "--ptxas-options=-v",
         *(f"-D{d}" for d in defines),
@@ -310,7 +322,12 @@ def _options(defines: tuple[str, ...], debug: bool) -> list[str]:
 
 
 def compile_kernel(
-    source: str, defines: tuple[str, ...], *, debug: bool = False, name: str | None = None
+    source: str,
+    defines: tuple[str, ...],
+    *,
+    debug: bool = False,
+    name: str | None = None,
+    target: str = DEFAULT_TARGET,
 ) -> tuple[bytes, str]:
     """Compiles without the cache; needs no GPU.
 
@@ -319,6 +336,7 @@ def compile_kernel(
         defines: macros, ``NAME=VALUE``.
         debug: with line information, which costs no speed.
         name: path of the flattened source that line information refers to.
+        target: the compiler's name of an architecture.
 
     Returns:
         ``(image, report)``: the cubin, and what the assembler says of registers, stack and spills.
@@ -329,13 +347,13 @@ def compile_kernel(
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     text, name = flatten_source(source_root() / source), name or source
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None), "program")
-    options = _options(defines, debug)
+    options = _options(defines, debug, target)
     array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), array)
         report = _text(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")
         if status or any(word in report for word in _SERIALISED):
-            raise RuntimeError(f"compiling {source} with {' '.join(defines)} failed:\n{report}")
+            raise RuntimeError(f"compiling {source} with {' '.join(defines)} failed for {target}:\n{report}")
         return _text(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), report
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

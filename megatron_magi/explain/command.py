@@ -103,6 +103,6 @@ def _draw(folder: Path, figures: DispatchFigures, title: str) -> str:
         raise ValueError(f"out: {error}") from None
     return (
         f"{folder / 'mask.png'}: the mask, each visible pair in the colour of the rank that computes it\n"
-        f"{folder / 'timeline.png'}: one layer on each rank by the rates of `overlap.cost`, without launch overheads "
+        f"{folder / 'timeline.png'}: one layer on each rank by the rates of `plan.degree`, without launch overheads "
         "and partly filled tiles, so shorter than predicted"
     )

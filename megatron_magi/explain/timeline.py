@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_magi.mask import bands as bd
 from megatron_magi.plan import Plan
-from megatron_magi.plan.degree import BACKWARD_WORK
+from megatron_magi.plan.degree import BACKWARD_WORK, stage_costs
 from megatron_magi.plan.types import RankPlan, Step, StepKind
 
 
@@ -43,7 +43,7 @@ def _walk(plan: Plan, rank_plan: RankPlan, steps: Sequence[Step], work: float) -
 
     A fetch starts when the attention step before it in the schedule has ended, as keys of at most two stages are kept.
     """
-    cost = plan.config.overlap.cost
+    cost = stage_costs(plan.config.overlap.cost, plan.config.dispatch.rates)
     computed = sent = 0.0
     ready: dict[int, float] = {}  # when fetched keys are there; own ones are from the start
     spans = []

@@ -54,7 +54,8 @@ def renumbered(module: torch.nn.Module, query: Tensor, positions: Tensor) -> Ten
     """
     rows = torch.arange(query.shape[2], device=query.device)[None]
     factor = _temperature(module, positions) / _temperature(module, rows)
-    return (query.float() * factor[:, None, :, None]).to(query.dtype)
+    scaled = query.to(torch.promote_types(query.dtype, torch.float32)) * factor[:, None, :, None]
+    return scaled.to(query.dtype)
 
 
 def reaches_a_higher_temperature(module: torch.nn.Module, num_rows: int) -> bool:

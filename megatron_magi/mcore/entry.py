@@ -1,4 +1,4 @@
-"""`main`: Megatron's own trainer on a GPT, with one more value of `--attention-backend`."""
+"""`main`: Megatron's own trainer on a GPT or a hybrid model, with one more value of `--attention-backend`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ _FSDP = frozenset({"--use-torch-fsdp2", "--use-megatron-fsdp"})
 def main(
     argv: Sequence[str] | None = None,
     *,
+    model: str = "gpt",
     pre_wrap_hooks: Sequence[Callable] = (),
     dataset_provider: Callable[[Sequence[int]], Sequence[Any]] | None = None,
 ) -> None:
-    """Trains a GPT as the command line says.
+    """Trains a GPT, or a hybrid model, as the command line says.
 
     ``CUDA_DEVICE_MAX_CONNECTIONS`` is set to 1 where it is not set, but for FSDP, which needs another value.
 
     Args:
         argv: Megatron's arguments, without the program's name; those of the process when None.
+        model: ``gpt``, or ``hybrid`` for the layers of ``--hybrid-layer-pattern``.
         pre_wrap_hooks: called in order with the list of model chunks before they are wrapped for
             data parallelism; each returns the list.
         dataset_provider: called, in place of Megatron's own data sets, with the numbers of training, validation
@@ -44,10 +46,12 @@ def main(
     Raises:
         ValueError: an argument, or the version of megatron-core, is not supported.
     """
+    if model not in ("gpt", "hybrid"):
+        raise ValueError(f"model: expected gpt or hybrid, got {model!r}")
     if argv is not None:
         # Megatron's trainer parses sys.argv again.
         sys.argv = [sys.argv[0], *argv]
-    args = _parse()
+    args = _parse(model)
 
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, training
@@ -55,7 +59,7 @@ def main(
 
     from megatron_magi.mcore import seams
 
-    model_config, transformer, model_provider = _model_parts(args, [*pre_wrap_hooks, *_device_hooks(args)])
+    model_config, transformer, model_provider = _model_parts(args, model, [*pre_wrap_hooks, *_device_hooks(args)])
     make_parts = _magi_parts if args.magi_attention else _stock_parts
     provider, forward_step = make_parts(args, dataset_provider)
     config = pretrain_cfg_container_from_args(args, model_cfg=model_config)
@@ -72,14 +76,14 @@ def main(
     pretrain(config, **options)
 
 
-def _model_parts(args: Namespace, hooks: list[Callable]) -> tuple[Any, Any, Callable | None]:
+def _model_parts(args: Namespace, model: str, hooks: list[Callable]) -> tuple[Any, Any, Callable | None]:
     """Megatron's configuration of the model, that of its transformer, and where it has no builder one of ours."""
     from megatron.training import argument_utils, arguments
 
     from megatron_magi.mcore import seams
 
-    if seams.needed("training.models.gpt:GPTModel"):
-        config = argument_utils.gpt_config_from_args(args)
+    if model == "hybrid" or seams.needed("training.models.gpt:GPTModel"):
+        config = getattr(argument_utils, f"{model}_config_from_args")(args)
         config.pre_wrap_hooks += hooks
         return config, config.transformer, None
     from megatron_magi.mcore.model_provider import GPTProvider
@@ -88,7 +92,7 @@ def _model_parts(args: Namespace, hooks: list[Callable]) -> tuple[Any, Any, Call
     return None, transformer, GPTProvider(args, transformer, hooks)
 
 
-def _parse() -> Namespace:
+def _parse(model: str = "gpt") -> Namespace:
     """Parses and validates as Megatron's script does; also for callers that only check a command line."""
     take_back = envs.set_for_megatron()
     install(expand_config)
@@ -98,7 +102,7 @@ def _parse() -> Namespace:
 
     refuse_yaml()
     args = arguments.parse_and_validate_args(args_defaults=_ARGS_DEFAULTS)
-    check_model(args)
+    check_model(args, model)
     return args
 
 

@@ -19,6 +19,7 @@ from megatron_magi.attention import AttnShape, needed_kernels
 from megatron_magi.calibration import with_present_rates
 from megatron_magi.comm.transport import peer_collectives
 from megatron_magi.config import MagiConfig
+from megatron_magi.cuda.target import local_target
 from megatron_magi.mcore import loader
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch, ReadBatches
 from megatron_magi.mcore.groups import make_agreement_group
@@ -56,9 +57,12 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
         compares=agreement_group is not None,
     )
     check_captures(args, planner.shape, config.comm.impl, cp_group)
-    kernels = needed_kernels(planner.shape, config, planner.cp_size, rolls=planner.rolls, captured=captures(args))
-    compile_ahead(kernels, args.local_rank)
-    print_rank_0(summary(args, has_kernels=planner.shape.num_sms is not None))
+    kernels = needed_kernels(
+        planner.shape, config, planner.cp_size, rolls=planner.rolls, captured=captures(args), target=local_target()
+    )
+    compile_ahead(kernels, args.local_rank, local_target())
+    backend = planner.shape.table_backend
+    print_rank_0(summary(args, by=None if backend is None else backend.title))
     return BatchDispatcher(planner, agreement_group)
 
 
@@ -106,7 +110,7 @@ def check_captures(args: Namespace, shape: AttnShape, impl: str, group: dist.Pro
     """
     if not captures(args):
         return
-    if shape.num_sms is None:
+    if shape.table_backend is None or shape.table_backend.capture is None:
         raise ValueError(
             "cuda_graph_impl: full_iteration with --attention-backend magi needs Hopper GPUs, and bf16 or fp16"
         )
@@ -129,13 +133,13 @@ def attention_shape(args: Namespace, config: MagiConfig) -> AttnShape:
     """Heads and dtype of attention on this rank, and what computes it.
 
     Raises:
-        ValueError: the Hopper kernels are asked for, and do not take this.
+        ValueError: an implementation is asked for by name, and does not take this.
     """
     cost, impl, device = config.overlap.cost, config.attend.impl, current_device()
     shape = AttnShape(cost.num_heads_q, cost.num_heads_kv, *cost.head_dims, args.params_dtype)
     shape = shape.kernels_for(device, impl)
-    if impl == "ffa" and shape.num_sms is None:
-        reason = why_not(impl, device, shape.dtype, cost.head_dims, "sdpa_ol, or unset it")
+    reason = None if impl == "auto" else why_not(impl, device, shape.dtype, cost.head_dims, "sdpa_ol, or unset it")
+    if reason is not None:
         raise ValueError(f"{KERNEL_BACKEND}: {reason}")
     return shape
 

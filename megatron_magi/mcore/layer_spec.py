@@ -11,6 +11,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_magi.mcore.core_attention import MagiCoreAttention, MagiTECoreAttention
@@ -88,7 +89,9 @@ def check_attention(model: nn.Module, cp_size: int) -> None:
                     f"transformer_layer_spec: {name} ({type(module).__name__}) has the core attention "
                     f"{type(core).__name__}, which --attention-backend magi cannot replace"
                 )
-        if cp_size > 1 and type(module).__module__.startswith("megatron.core.ssm"):
+        # An MLP of a hybrid model is a transformer layer that lives beside Mamba's.
+        is_linear = type(module).__module__.startswith("megatron.core.ssm") and not isinstance(module, TransformerLayer)
+        if cp_size > 1 and is_linear:
             raise ValueError(
                 f"context_parallel_size: {name} ({type(module).__name__}) needs the tokens in their order, "
                 f"--attention-backend magi dispatches them over {cp_size} ranks; use 1"

@@ -35,16 +35,8 @@ class MagiModelMixin:
 
     _given: LocalBatch | None = None
 
-    def __init__(
-        self, config: Any, transformer_layer_spec: Any, *args: Any, mtp_block_spec: Any = None, **kwargs: Any
-    ) -> None:
-        super().__init__(
-            config,
-            replace_core_attention(transformer_layer_spec),
-            *args,
-            mtp_block_spec=replace_core_attention(mtp_block_spec),
-            **kwargs,
-        )
+    def __init__(self, config: Any, spec: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, replace_core_attention(spec), *args, **kwargs)
         check_attention(self, self.pg_collection.cp.size())
         rotary = getattr(self, "rotary_pos_emb", None)
         if rotary is not None:
@@ -91,7 +83,7 @@ class MagiModelMixin:
             out[_ROTARY] = select_positions(out[_ROTARY], params.layout)
         if padding_mask is not None and self.config.sequence_parallel:
             # Megatron's first stage splits it over the global tensor-parallel group, the others forget to.
-            padding_mask = _split_sequence(padding_mask, self.pg_collection.tp)
+            padding_mask = split_sequence(padding_mask, self.pg_collection.tp)
         out[_PADDING_MASK] = padding_mask
         return tuple(out)
 
@@ -111,13 +103,19 @@ class MagiModelMixin:
         return super().compute_language_model_loss(labels, logits)
 
 
-def _split_sequence(mask: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+def split_sequence(mask: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
     """This tensor-parallel rank's part of ``[batch_size, seqlen]``."""
     return mask.chunk(tp_group.size(), dim=1)[tp_group.rank()].contiguous()
 
 
 class MagiGPTModel(MagiModelMixin, GPTModel):
     """Megatron's GPT with plan-driven attention."""
+
+    def __init__(
+        self, config: Any, transformer_layer_spec: Any, *args: Any, mtp_block_spec: Any = None, **kwargs: Any
+    ) -> None:
+        mtp_block_spec = replace_core_attention(mtp_block_spec)
+        super().__init__(config, transformer_layer_spec, *args, mtp_block_spec=mtp_block_spec, **kwargs)
 
 
 def install() -> None:

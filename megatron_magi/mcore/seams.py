@@ -62,6 +62,7 @@ _TRAINING, _ARGUMENTS = "training.training", "training.arguments"
 _GPT, _BUILDER = "core.models.gpt.gpt_model:GPTModel", "training.models.gpt"
 _OPTIMIZER = "core.optimizer.distrib_optimizer:DistributedOptimizer"
 _BLENDED = "core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder"
+_HYBRID = "core.models.hybrid"
 _EMBEDDINGS = "core.models.common.embeddings"
 _LATENT = "core.transformer.multi_latent_attention"
 _CORE_ARGUMENTS = ("config", "layer_number", "attn_mask_type", "attention_type", "softmax_scale", "cp_comm_type",
@@ -138,6 +139,18 @@ SEAMS = (
          "experts", "likewise", fragment="z_loss / moe_z_loss_coeff,"),
     Seam(f"{_GPT}.compute_language_model_loss", "subclassed", ("self", "labels", "logits"), "model",
          "takes gathered logits for a part of the vocabulary"),
+    Seam("training.models.hybrid:HybridModel", "wrapped", ("config", "hybrid_stack_spec", "vocab_size",
+         "hybrid_layer_pattern"), "hybrid", "the builder names its class as a global"),
+    Seam(f"{_HYBRID}.hybrid_model:HybridModel.__init__", "subclassed", ("config", "hybrid_stack_spec", "vocab_size",
+         "hybrid_layer_pattern"), "hybrid", "attention by plan"),
+    Seam(f"{_HYBRID}.hybrid_model:HybridModel.forward", "subclassed", ("input_ids", "position_ids", "attention_mask",
+         "packed_seq_params", "padding_mask"), "hybrid", "the carrier enters here"),
+    Seam(f"{_HYBRID}.hybrid_model:process_mtp_loss", "wrapped", ("loss_mask", "config", "cp_group",
+         "packed_seq_params"), "hybrid", "another name of GPT's"),
+    Seam("core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward", "relied on", ("padding_mask",),
+         "hybrid", "a hook adds the mask of padding"),
+    Seam(f"{_HYBRID}.hybrid_block:TENorm", "replaced", ("config", "hidden_size", "eps"), "hybrid",
+         "the last norm of a stack, without Transformer Engine"),
     # Attention
     Seam("core.transformer.dot_product_attention:DotProductAttention.__init__", "exchanged in specs", _CORE_ARGUMENTS,
          "layer_spec", "constructed with these"),

@@ -15,6 +15,7 @@ from megatron_magi.envs import Environment
 from megatron_magi.mask.builders import causal
 from megatron_magi.mask.source import LayerMasks, MaskSource, load_function
 from megatron_magi.mcore.core_attention import layer_window
+from megatron_magi.mcore.hybrid_pattern import attention_layers
 from megatron_magi.mcore.validate import check_config, check_masks
 from megatron_magi.plan import make_dispatch
 
@@ -125,20 +126,24 @@ def _padded_length(total: int, config: DispatchConfig, cp_size: int) -> int:
     return make_dispatch(causal(total), replace(config, algorithm="sequential"), cp_size).padded_seqlen
 
 
-def summary(args: Namespace, *, has_kernels: bool) -> str:
-    """A line for the log: what computes attention, the mask of layers that have none of their own, and which have."""
+def summary(args: Namespace, *, by: str | None) -> str:
+    """A line for the log: what computes attention, the mask of layers that have none of their own, and which have.
+
+    ``by``: the kernels in words; None if it is torch.
+    """
     if args.magi_mask is not None:
         mask = args.magi_mask
     elif args.reset_attention_mask:
         mask = "causal inside documents, which end at EOD tokens"
     else:
         mask = "causal inside sequences, or documents where the data set gives their bounds"
-    windows = sum(layer_window(args, number + 1) is not None for number in range(args.num_layers))
+    attention = attention_layers(args)
+    windows = sum(layer_window(args, number) is not None for number in attention)
     if windows:
-        mask += f"; in {windows} of {args.num_layers} layers the window {args.window_size[0]},0"
+        mask += f"; in {windows} of {len(attention)} layers the window {args.window_size[0]},0"
     if args.magi_layer_masks is not None:
         mask += f"; layers as {args.magi_layer_masks} says"
-    by = "Hopper kernels" if has_kernels else "torch (correct, but slow)"
+    by = by or "torch (correct, but slow)"
     return f"> attention by megatron_magi: {by}, context parallelism {args.context_parallel_size}, mask: {mask}"
 
 
@@ -151,12 +156,15 @@ def layer_masks(args: Namespace) -> LayerMasks:
     Raises:
         ValueError: a mask that is asked for does not exist or does not fit the other arguments.
     """
-    windows = [layer_window(args, number + 1) for number in range(args.num_layers)]
+    attention = attention_layers(args)
+    num_layers = max([args.num_layers, *attention])
+    windows = [layer_window(args, n) if n in attention else None for n in range(1, num_layers + 1)]
     default = MaskSource.parse("documents" if args.magi_mask is None else args.magi_mask, "magi_mask")
-    layers: list[MaskSource | None] = [None] * args.num_layers
+    layers: list[MaskSource | None] = [None] * num_layers
     if args.magi_layer_masks is not None:
         choose = load_function(args.magi_layer_masks, "magi_layer_masks")
-        layers = [_mask_of_layer(choose, number + 1, args.magi_layer_masks) for number in range(args.num_layers)]
+        for number in attention:
+            layers[number - 1] = _mask_of_layer(choose, number, args.magi_layer_masks)
     check_masks(args, default, [own for own in layers if own is not None], windows)
     return LayerMasks(default, layers, windows)
 

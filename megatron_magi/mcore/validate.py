@@ -11,6 +11,7 @@ from megatron_magi import envs
 from megatron_magi.checks import int_at_least
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask.source import MaskSource
+from megatron_magi.mcore import hybrid_pattern
 from megatron_magi.mcore.argv import FLAG
 from megatron_magi.plan.nodes import nodes_in_use
 
@@ -257,17 +258,23 @@ def check_masks(
         )
 
 
-def check_model(args: Namespace) -> None:
-    """Refuses models that Megatron builds otherwise, as it builds a GPT of what the command line says of them.
+def check_model(args: Namespace, model: str = "gpt") -> None:
+    """Refuses models that Megatron would build otherwise than the command line says.
+
+    Args:
+        args: a command line that Megatron has validated.
+        model: what the script builds, ``gpt`` or ``hybrid``.
 
     Raises:
         ValueError: one is asked for.
     """
-    if args.hybrid_layer_pattern is not None:
+    if model == "gpt" and args.hybrid_layer_pattern is not None:
         raise ValueError(
-            "hybrid_layer_pattern: this script trains GPTs, which have attention and an MLP in every layer; hybrid "
-            "models need a script of their own, which builds HybridModel"
+            "hybrid_layer_pattern: this script trains GPTs, which have attention and an MLP in every layer; "
+            "pretrain_scripts/pretrain_hybrid.py trains hybrid models"
         )
+    if model == "hybrid" and args.hybrid_layer_pattern is None:
+        raise ValueError("hybrid_layer_pattern: hybrid models need it; *-*- is two layers of a GPT")
     if args.position_embedding_type == "mrope":
         raise ValueError(
             "position_embedding_type: mrope needs three position ids a token, this script's data sets have one; "
@@ -311,11 +318,8 @@ def _check_precision(args: Namespace) -> None:
 
 
 def _check_layers(args: Namespace) -> None:
-    if getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None):
-        raise ValueError(
-            "hybrid_layer_pattern: HybridModel does not work with --attention-backend magi, which dispatches tokens of "
-            "GPTModel; Mamba layers need them in their order"
-        )
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern"):
+        hybrid_pattern.check(getattr(args, name, None), name)
     variant = getattr(args, "experimental_attention_variant", None)
     if variant is not None:
         raise ValueError(f"experimental_attention_variant: {variant!r} does not work with --attention-backend magi")

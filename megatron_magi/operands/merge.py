@@ -63,6 +63,19 @@ def merge_(out: Tensor, lse: Tensor, out_new: Tensor, lse_new: Tensor) -> None:
     lse.copy_(merged_lse)
 
 
+@torch.no_grad()
+def merge_finite_(out: Tensor, lse: Tensor, out_new: Tensor, lse_new: Tensor) -> None:
+    """`merge_` of tensors that are finite wherever they have no weight, without a copy of ``out``.
+
+    Args:
+        out, lse: fp32 or wider, or the dtype in which sums are to be rounded.
+        out_new, lse_new: the new partial result, any float dtype.
+    """
+    weight, weight_new, total = _weights(lse, lse_new)
+    out.mul_(weight[..., None]).add_(out_new * weight_new[..., None])
+    lse.copy_(total)
+
+
 def _weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = torch.maximum(lse_a, lse_b).detach()
     nothing, infinite = largest == -torch.inf, largest == torch.inf

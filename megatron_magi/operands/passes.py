@@ -48,7 +48,7 @@ class BackwardInputs(NamedTuple):
         q, k, v: inputs of the forward.
         dout: gradient of the output, in any float dtype.
         lse: of the forward, over all keys and sinks of a row; these may be more than are given here.
-        delta: ``rowsum(dout * out)``.
+        delta: ``rowsum(dout * out)``; None if the backend is given ``out`` instead (`Backend.takes_out`).
     """
 
     q: Like
@@ -56,7 +56,7 @@ class BackwardInputs(NamedTuple):
     v: Like
     dout: Like
     lse: Like
-    delta: Like
+    delta: Like | None
 
 
 class Gradients(NamedTuple):

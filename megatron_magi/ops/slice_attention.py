@@ -84,8 +84,8 @@ def slice_attention(
         return_max_logits: fill ``meta.max_logits``, the largest visible logit of each head.
         deterministic: bitwise repeatable gradients; a forward always is.
         sm_margin: streaming multiprocessors that the Hopper kernels leave free.
-        impl: ``auto``, ``reference`` (dense), ``torch`` (blocked) or ``ffa`` (Hopper kernels); an explicit choice never
-            falls back to another.
+        impl: ``auto``, ``reference`` (dense), ``torch`` (blocked), ``ffa`` (Hopper kernels), ``cudnn`` (the cuDNN
+            frontend) or ``triton``; an explicit choice never falls back to another.
         sanity_check: look for NaN and inf in q, k, v, the sink (NaN alone) and the gradient of the output, hidden rows
             too, in both passes: a pass over memory and a wait for the device each.
 

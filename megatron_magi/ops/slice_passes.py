@@ -9,6 +9,7 @@ them by 0. The other implementations never read them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from megatron_magi.backends.base import Backend, Program
 from megatron_magi.backends.registry import backend_that, choose, fastest
+from megatron_magi.backends.registry import choose as choose_for
 from megatron_magi.operands.merge import accumulate_dtype, row_products, sink_gradient, sink_lse
 from megatron_magi.operands.options import (
     FLOAT_DTYPES,
@@ -36,6 +38,7 @@ __all__ = [
     "attend_back",
     "backend_that",
     "backward_pass",
+    "choose_for",
     "forward_pass",
     "program_of",
     "resolve_impl",
@@ -47,9 +50,11 @@ __all__ = [
 ]
 
 
-def resolve_impl(impl: str, q: Tensor, v: Tensor) -> Backend:
+def resolve_impl(
+    impl: str, q: Tensor, v: Tensor, options: AttnOptions | None = None, masks: Sequence[np.ndarray] = ()
+) -> Backend:
     """The backend that computes attention of such tensors; see `megatron_magi.backends.registry.choose`."""
-    return choose(impl, q.device, q.dtype, (q.shape[2], v.shape[2]))
+    return choose(impl, q.device, q.dtype, (q.shape[2], v.shape[2]), options, masks)
 
 
 def why_not(impl: str, device: torch.device, dtype: torch.dtype, dims: tuple[int, int], instead: str) -> str | None:
@@ -97,8 +102,8 @@ def slice_attention_forward(
         return_max_logits: also return the largest visible logit of each head.
         deterministic: bitwise repeatable results; a forward always is.
         sm_margin: streaming multiprocessors left to communication; for kernels that can.
-        impl: ``auto``, ``reference`` (dense), ``torch`` (blocked) or ``ffa`` (Hopper kernels, bf16 and
-            fp16). One that is named never falls back to another.
+        impl: ``auto``, ``reference`` (dense), ``torch`` (blocked), ``ffa`` (Hopper kernels, bf16 and fp16), ``cudnn``
+            (the cuDNN frontend, likewise) or ``triton`` (other GPUs). One that is named never falls back to another.
 
     Returns:
         ``(out, lse, max_logits)``: out ``[num_rows, num_heads_q, head_dim_v]``, lse ``[num_rows,
@@ -110,7 +115,7 @@ def slice_attention_forward(
     check_qkv(q, k, v)
     check_bands(bands, q.shape[0], k.shape[0])
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    backend = resolve_impl(impl, q, v)
+    backend = resolve_impl(impl, q, v, options, (bands,))
     if (out is None) != (lse is None):
         raise ValueError("out, lse: give both, to merge into, or none")
     if out is None or lse is None:
@@ -179,7 +184,7 @@ def program_of(
     impl: str,
 ) -> Program | None:
     """The prepared passes for a backward without those of its forward, if the backend has them."""
-    programs = resolve_impl(impl, q, v).programs
+    programs = resolve_impl(impl, q, v, options, (bands,)).programs
     return None if programs is None else programs.of_tensors(q, k, v, sink, bands, options, False)
 
 
@@ -194,7 +199,7 @@ def attend(
     return_max_logits: bool,
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Program | None]:
     """`forward_pass` of a whole mask: output, lse and largest logits, and the prepared passes if there are any."""
-    backend = resolve_impl(impl, q, v)
+    backend = resolve_impl(impl, q, v, options, (bands,))
     if backend.programs is not None:
         program = backend.programs.of_tensors(q, k, v, sink, bands, options, return_max_logits)
         if program is not None:
@@ -221,10 +226,14 @@ def attend_back(
     if found is not None:
         dq, dk, dv, delta = found
     else:
-        delta = row_delta(dout, out, impl)
-        inputs, backend = BackwardInputs(q, k, v, dout, lse, delta), resolve_impl(impl, q, v)
-        dq, dk, dv = backward_pass(inputs, bands, options, backend, (None, None, None), q.dtype)
-    return dq, dk, dv, None if sink is None else sink_gradient(sink, lse, delta)
+        backend = resolve_impl(impl, q, v, options, (bands,))
+        delta = None if backend.takes_out and sink is None else row_delta(dout, out, impl)
+        inputs, hints = BackwardInputs(q, k, v, dout, lse, delta), {"out": out} if backend.takes_out else {}
+        dq, dk, dv = backward_pass(inputs, bands, options, backend, (None, None, None), q.dtype, **hints)
+    if sink is None:
+        return dq, dk, dv, None
+    assert delta is not None
+    return dq, dk, dv, sink_gradient(sink, lse, delta)
 
 
 @torch.no_grad()
@@ -268,7 +277,7 @@ def slice_attention_backward(
     check_qkv(q, k, v)
     check_bands(bands, q.shape[0], k.shape[0])
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    backend = resolve_impl(impl, q, v)
+    backend = resolve_impl(impl, q, v, options, (bands,))
     check_like("dout", dout, (*q.shape[:2], v.shape[2]), q.device)
     check_like("lse", lse, q.shape[:2], q.device)
     check_like("delta", delta, q.shape[:2], q.device)

@@ -4,12 +4,15 @@
 result.
 """
 
+from megatron_magi.plan.layouts import LAYOUTS, Layout, given_dispatch
 from megatron_magi.plan.plan import Plan, PlanStats, dispatch_from_chunks, make_dispatch, make_plan
 from megatron_magi.plan.plan_set import PlanSet
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, Step, StepKind, Transfer
 
 __all__ = [
+    "LAYOUTS",
     "Dispatch",
+    "Layout",
     "Plan",
     "PlanSet",
     "PlanStats",
@@ -19,6 +22,7 @@ __all__ = [
     "StepKind",
     "Transfer",
     "dispatch_from_chunks",
+    "given_dispatch",
     "make_dispatch",
     "make_plan",
 ]

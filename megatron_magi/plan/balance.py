@@ -13,8 +13,8 @@ from megatron_magi.mask import AttnMask
 from megatron_magi.plan import native
 from megatron_magi.plan.affinity import affinity
 from megatron_magi.plan.chunks import chunk_areas
-from megatron_magi.plan.counts import count
-from megatron_magi.plan.predict import Prediction, predict
+from megatron_magi.plan.counts import count_all
+from megatron_magi.plan.predict import Prediction, predict_all
 from megatron_magi.plan.swaps import refine, sum_by_rank
 
 _EVEN_ENOUGH = 1
@@ -91,12 +91,11 @@ def predictions(
     ranks_per_node: int | None = None,
 ) -> dict[str, Prediction]:
     """The predicted step of each candidate; arguments as in `assign_chunks`."""
-    rates, counts = config.rates or DEFAULT, native.count if native.chosen(config.planner) else count
-    node, result = ranks_per_node or rates.ranks_per_node, {}
-    for name, rank in found.items():
-        rows = int(sum_by_rank(rank, np.diff(bounds), cp_size).max())
-        result[name] = predict(counts(mask, bounds, rank, cp_size, node), rows, rates, overlap)
-    return result
+    rates, counts = config.rates or DEFAULT, native.count_all if native.chosen(config.planner) else count_all
+    node, lengths = ranks_per_node or rates.ranks_per_node, np.diff(bounds)
+    counted = counts(mask, bounds, np.stack(list(found.values())), cp_size, node)
+    rows = [int(sum_by_rank(rank, lengths, cp_size).max()) for rank in found.values()]
+    return dict(zip(found, predict_all(counted, rows, rates, overlap), strict=True))
 
 
 def fastest(found: dict[str, Prediction]) -> str:

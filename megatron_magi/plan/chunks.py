@@ -36,7 +36,7 @@ def chunk_bounds(total_seqlen: int, cp_size: int, config: DispatchConfig) -> np.
         ValueError: a chunk, the alignment or the padding is far longer than a rank's share, or
             shards cannot be even with this padding.
     """
-    _check_sizes(total_seqlen, cp_size, config)
+    check_sizes(total_seqlen, cp_size, config)
     if config.uneven_shard:
         return _contiguous(total_seqlen, config.chunk_size or _wanted_chunk(-(-total_seqlen // cp_size)))
     if config.pad_size is not None:
@@ -59,7 +59,8 @@ def chunk_bounds(total_seqlen: int, cp_size: int, config: DispatchConfig) -> np.
     return np.arange(cp_size * per_rank + 1, dtype=np.int64) * size
 
 
-def _check_sizes(total_seqlen: int, cp_size: int, config: DispatchConfig) -> None:
+def check_sizes(total_seqlen: int, cp_size: int, config: DispatchConfig) -> None:
+    """Raises ValueError if a chunk, the alignment or the padding is out of proportion, or shards cannot be even."""
     what = f"{total_seqlen} tokens over {cp_size} rank(s)"
     most = max(-(-total_seqlen // cp_size), _MAX_PADDING)
     for name, value in (("chunk_size", config.chunk_size), ("alignment", config.alignment)):

@@ -61,6 +61,13 @@ def count(mask: AttnMask, bounds: np.ndarray, rank: np.ndarray, cp_size: int, ra
     return Counts(*counts, *_count_travel(pieces, dst, runs, cp_size, ranks_per_node))
 
 
+def count_all(mask: AttnMask, bounds: np.ndarray, ranks: np.ndarray, cp_size: int, ranks_per_node: int) -> Counts:
+    """`count` of several dispatches, int64 ``[num_dispatches, 2, cp_size]`` each; ``ranks``: int64 ``[num_dispatches,
+    num_chunks]``.
+    """
+    return Counts(*np.stack([count(mask, bounds, rank, cp_size, ranks_per_node) for rank in ranks], axis=1))
+
+
 def _spans(pieces: np.ndarray, dst: np.ndarray, runs: Runs) -> tuple[tuple, tuple]:
     """For own keys, and for keys of other ranks: first and past-the-last key, visible area and number of keys of each
     piece.

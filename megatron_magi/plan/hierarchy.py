@@ -44,7 +44,8 @@ def _arrived(ranges: Ranges, runs: Runs, per_node: int) -> Runs:
     i, j = bd.cut_intervals(ranges.start, ranges.end, runs.start, runs.end)
     start, end, src = np.maximum(ranges.start[i], runs.start[j]), np.minimum(ranges.end[i], runs.end[j]), runs.rank[j]
     holder = src % per_node
-    order = np.lexsort((start, src, holder))
+    # As `exchange` sends them: by row of the owner, which need not ascend with tokens.
+    order = np.lexsort((runs.local[j] + start - runs.start[j], src, holder))
     length, holders = (end - start)[order], holder[order]
     ahead = np.cumsum(length) - length
     local = np.empty_like(start)

@@ -19,7 +19,7 @@ from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.traffic import Start, Traffic
 from megatron_magi.runtime import cpp_library
 
-_VERSION = 4
+_VERSION = 5
 """Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
 _Int = ctypes.c_int64
 
@@ -94,10 +94,16 @@ def search(
 
 def count(mask: AttnMask, bounds: np.ndarray, rank: np.ndarray, cp_size: int, ranks_per_node: int) -> Counts:
     """`counts.count` in C++, with equal results."""
-    out = np.empty((len(Counts._fields), 2, cp_size), dtype=np.int64)
-    num_bands, num_chunks = _Int(len(mask.bands)), _Int(len(rank))
-    _call("magi_count", mask.bands, num_bands, bounds, rank, num_chunks, _Int(cp_size), _Int(ranks_per_node), out)
-    return Counts(*out)
+    return Counts(*(c[0] for c in count_all(mask, bounds, rank[None], cp_size, ranks_per_node)))
+
+
+def count_all(mask: AttnMask, bounds: np.ndarray, ranks: np.ndarray, cp_size: int, ranks_per_node: int) -> Counts:
+    """`counts.count_all` in C++, with equal results."""
+    num, num_chunks = ranks.shape
+    out = np.empty((num, len(Counts._fields), 2, cp_size), dtype=np.int64)
+    sizes = _Int(num_chunks), _Int(num), _Int(cp_size), _Int(ranks_per_node)
+    _call("magi_count", mask.bands, _Int(len(mask.bands)), bounds, ranks, *sizes, out)
+    return Counts(*out.swapaxes(0, 1))
 
 
 def _limits() -> _Limits:

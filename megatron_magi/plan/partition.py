@@ -29,19 +29,18 @@ class Runs(NamedTuple):
     local: np.ndarray
 
     @classmethod
-    def of_chunks(cls, chunk_bounds: np.ndarray, chunk_rank: np.ndarray) -> Runs:
-        """The maximal runs of chunks; they cover the sequence."""
-        change = np.flatnonzero(np.diff(chunk_rank)) + 1
-        first = np.concatenate([[0], change])
+    def of_chunks(cls, chunk_bounds: np.ndarray, chunk_rank: np.ndarray, chunk_row: np.ndarray | None = None) -> Runs:
+        """The maximal runs of chunks; they cover the sequence. Rows ascend with tokens unless ``chunk_row`` is given:
+        the row of each chunk's first token.
+        """
+        is_new = np.diff(chunk_rank) != 0
+        if chunk_row is not None:
+            is_new |= np.diff(chunk_row) != np.diff(chunk_bounds)[:-1]
+        first = np.append(0, np.flatnonzero(is_new) + 1)
         bounds = np.append(chunk_bounds[first], chunk_bounds[-1])
         rank = chunk_rank[first]
-        length = np.diff(bounds)
-        local = np.zeros(len(rank), dtype=np.int64)
-        order = np.argsort(rank, kind="stable")
-        ends = np.cumsum(length[order])
-        starts = ends - length[order]
-        rank_start = starts[np.searchsorted(rank[order], rank[order], side="left")]
-        local[order] = starts - rank_start
+        by_rank = np.argsort(rank, kind="stable")
+        local = rows_of_chunks(bounds, rank, by_rank) if chunk_row is None else chunk_row[first]
         return cls(bounds[:-1], bounds[1:], rank, local)
 
     @property
@@ -60,6 +59,21 @@ class Runs(NamedTuple):
         order, lift = np.argsort(self.rank, kind="stable"), int(self.end[-1]) + 1
         up = self.rank[order] * lift
         return self.start[order] + up, self.end[order] + up, lift
+
+
+def rows_of_chunks(bounds: np.ndarray, rank: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Row of the first token of each chunk in the shard of its rank, int64 ``[num_chunks]``.
+
+    Args:
+        bounds: of the chunks, int64 ``[num_chunks + 1]``.
+        rank: of each, int64 ``[num_chunks]``.
+        order: the chunks by rank, and within a rank in order of rows.
+    """
+    length, by_rank = np.diff(bounds)[order], rank[order]
+    starts = np.cumsum(length) - length
+    row = np.empty(len(rank), dtype=np.int64)
+    row[order] = starts - starts[np.searchsorted(by_rank, by_rank, side="left")]
+    return row
 
 
 class Ranges(NamedTuple):
@@ -101,7 +115,7 @@ def partition(mask: AttnMask, dispatch: Dispatch) -> Partition:
     A rank needs exactly the keys that at least one of its rows sees, and fetches those that it does not hold
     once: the minimum for any schedule.
     """
-    runs = Runs.of_chunks(dispatch.chunk_bounds, dispatch.chunk_rank)
+    runs = Runs.of_chunks(dispatch.chunk_bounds, dispatch.chunk_rank, dispatch.chunk_row)
     pieces, run = bd.cut_rows(mask.bands, runs.bounds)
     pieces, index = bd.tighten_with_index(pieces)
     run = run[index]
@@ -142,7 +156,8 @@ def areas_by_place(part: Partition) -> tuple[np.ndarray, np.ndarray]:
     own = part.bands[i]
     own[:, bd.K0] = np.maximum(own[:, bd.K0], start[j] - up[i])
     own[:, bd.K1] = np.minimum(own[:, bd.K1], end[j] - up[i])
-    local, total = sum_by_rank(rank[i], bd.areas(own), cp_size), sum_by_rank(rank, bd.areas(part.bands), cp_size)
+    areas = bd.areas(np.concatenate([own, part.bands]))
+    local, total = sum_by_rank(rank[i], areas[: len(own)], cp_size), sum_by_rank(rank, areas[len(own) :], cp_size)
     return local, total - local
 
 

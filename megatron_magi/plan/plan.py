@@ -11,18 +11,17 @@ from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.checks import int_at_least
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
-from megatron_magi.mask import bands as bd
 from megatron_magi.plan.balance import assign_chunks
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.degree import choose_degree
 from megatron_magi.plan.nodes import gather_in_nodes, nodes_in_use
-from megatron_magi.plan.partition import areas_by_place, localise, partition, split_stages
+from megatron_magi.plan.partition import areas_by_place, localise, partition, rows_of_chunks, split_stages
 from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.transfers import TransferTable
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, own
 
-_MAX_RANKS = 1 << 16
+MAX_RANKS = 1 << 16
 _FORMAT = b"plan-1"
 """Part of the hash, so that ranks with different planner versions do not agree."""
 
@@ -58,7 +57,9 @@ class Plan:
         self._part = partition(mask, dispatch)
         own_area, fetched_area = areas_by_place(self._part)
         self._area = own_area + fetched_area
-        self.degree = choose_degree(own_area, fetched_area, self._part.remote_rows, config.overlap)
+        self.degree = choose_degree(
+            own_area, fetched_area, self._part.remote_rows, config.overlap, config.dispatch.rates
+        )
         self._stages = split_stages(self._part, self.degree)
         ranks_per_node = nodes_in_use(config.comm.ranks_per_node, dispatch.cp_size)
         self._transfers = TransferTable(self._part, self._stages, ranks_per_node)
@@ -93,8 +94,8 @@ class Plan:
                 one_launch=self.config.overlap.one_launch,
                 schedule=self.schedule,
                 plan_hash=self.plan_hash,
-                area=int(sum(bd.areas(b).sum() for b in bands)),
-                num_tokens=int((self.dispatch.global_index(cp_rank) < self.dispatch.total_seqlen).sum()),
+                area=int(self._area[cp_rank]),
+                num_tokens=int(np.diff(np.minimum(self.dispatch.ranges[cp_rank], self.dispatch.total_seqlen)).sum()),
             )
         return self._rank_plans[cp_rank]
 
@@ -136,7 +137,7 @@ def make_plan(
     for name, value, wanted in (("mask", mask, AttnMask), ("config", config, MagiConfig)):
         if not isinstance(value, wanted):
             raise ValueError(f"{name}: expected {wanted.__name__}, got {type(value).__name__}")
-    cp_size = int_at_least(cp_size, "cp_size", 1, most=_MAX_RANKS)
+    cp_size = int_at_least(cp_size, "cp_size", 1, most=MAX_RANKS)
     if mask.total_seqlen_q != mask.total_seqlen_k:
         raise ValueError(
             f"mask: queries and keys must be the same tokens, got total_seqlen_q={mask.total_seqlen_q} and "
@@ -186,28 +187,51 @@ def make_dispatch(
     return dispatch_from_chunks(total, bounds, rank, cp_size)
 
 
-def dispatch_from_chunks(total_seqlen: int, chunk_bounds: np.ndarray, chunk_rank: np.ndarray, cp_size: int) -> Dispatch:
+def dispatch_from_chunks(
+    total_seqlen: int,
+    chunk_bounds: np.ndarray,
+    chunk_rank: np.ndarray,
+    cp_size: int,
+    chunk_row: np.ndarray | None = None,
+) -> Dispatch:
     """A user-defined dispatch: chunk i is ``[chunk_bounds[i], chunk_bounds[i + 1])`` on ``chunk_rank[i]``.
 
+    Args:
+        total_seqlen: tokens of the sequence, without padding.
+        chunk_bounds: int64 ``[num_chunks + 1]``, from 0 to the padded length.
+        chunk_rank: int64 ``[num_chunks]``.
+        cp_size: number of ranks.
+        chunk_row: row of the first token of each chunk in the shard of its rank, int64 ``[num_chunks]``; ascending
+            with the tokens when None.
+
     Raises:
-        ValueError: the bounds do not cover the tokens in order, or a rank is out of range.
+        ValueError: the bounds do not cover the tokens in order, a rank is out of range, or the rows of a rank are not
+            each taken once.
     """
     bounds, rank = np.array(chunk_bounds, dtype=np.int64), np.array(chunk_rank, dtype=np.int64)
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] < total_seqlen or (np.diff(bounds) <= 0).any():
         raise ValueError(f"chunk_bounds: expected increasing bounds from 0 to at least {total_seqlen} tokens")
     if rank.shape != (len(bounds) - 1,) or (rank < 0).any() or (rank >= cp_size).any():
         raise ValueError(f"chunk_rank: expected {len(bounds) - 1} ranks in [0, {cp_size})")
-    ranges = _joined_ranges(bounds, rank, cp_size)
+    ascending = rows_of_chunks(bounds, rank, np.argsort(rank, kind="stable"))
+    row = ascending if chunk_row is None else np.array(chunk_row, dtype=np.int64)
+    order = np.lexsort((row, rank)) if row.shape == rank.shape else None
+    if order is None or not np.array_equal(row, rows_of_chunks(bounds, rank, order)):
+        raise ValueError("chunk_row: expected the rows of each rank, each taken by one chunk")
+    ranges = _joined_ranges(bounds, rank, cp_size, order)
     lengths = tuple(sum_by_rank(rank, np.diff(bounds), cp_size).tolist())
     text = hashlib.sha256(np.int64([total_seqlen, cp_size]).tobytes() + bounds.tobytes() + rank.tobytes())
-    for array in (bounds, rank):
+    if not np.array_equal(row, ascending):
+        text.update(b"rows" + row.tobytes())
+    for array in (bounds, rank, row):
         array.setflags(write=False)
-    return Dispatch(total_seqlen, int(bounds[-1]), cp_size, bounds, rank, ranges, lengths, text.digest())
+    return Dispatch(total_seqlen, int(bounds[-1]), cp_size, bounds, rank, row, ranges, lengths, text.digest())
 
 
-def _joined_ranges(bounds: np.ndarray, rank: np.ndarray, cp_size: int) -> tuple[np.ndarray, ...]:
-    """The tokens of each rank, read-only ``[n, 2]``, with adjacent chunks joined."""
-    chunk = np.argsort(rank, kind="stable")
+def _joined_ranges(bounds: np.ndarray, rank: np.ndarray, cp_size: int, chunk: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The tokens of each rank, read-only ``[n, 2]``, with adjacent chunks joined; ``chunk``: in order of ranks and
+    rows.
+    """
     breaks = np.flatnonzero((np.diff(chunk) != 1) | (np.diff(rank[chunk]) != 0)) + 1
     first, last = np.append(0, breaks), np.append(breaks, len(chunk)) - 1
     ranges = np.stack([bounds[chunk[first]], bounds[chunk[last] + 1]], axis=1)

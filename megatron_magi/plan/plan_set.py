@@ -20,6 +20,7 @@ class PlanSet[Key: Hashable]:
         config: how to plan.
         cp_rank: this rank.
         cp_size: number of ranks.
+        dispatch: of tokens whose owners are given (`given_dispatch`); that of the first plan when None.
     """
 
     def __init__(
@@ -29,13 +30,15 @@ class PlanSet[Key: Hashable]:
         config: MagiConfig,
         cp_rank: int,
         cp_size: int,
+        dispatch: Dispatch | None = None,
     ) -> None:
         self._make_mask = make_mask
         self._masks = {key: make_mask(key) for key in keys}
         self._config = config
         self._cp_rank = cp_rank
         self._primary = next(iter(self._masks))
-        self._plans: dict[Key, Plan] = {self._primary: make_plan(self._masks[self._primary], config, cp_size)}
+        primary = self._masks[self._primary]
+        self._plans: dict[Key, Plan] = {self._primary: make_plan(primary, config, cp_size, dispatch)}
 
     @property
     def config(self) -> MagiConfig:

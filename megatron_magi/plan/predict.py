@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from megatron_magi.backends.costs import kernel_costs_of
 from megatron_magi.config import CostModel, OverlapConfig
 from megatron_magi.plan.counts import Counts
-from megatron_magi.plan.degree import choose_degree
+from megatron_magi.plan.degree import choose_degrees
 from megatron_magi.rates import KernelCosts, Rates
 
 
@@ -36,7 +37,7 @@ class Prediction(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """Counts of what ranks compute with own or with fetched keys, float64 ``[cp_size]``; see `Counts`."""
+    """Counts of what ranks compute with own or with fetched keys, float64 ``[num_dispatches, cp_size]`` (`Counts`)."""
 
     area: np.ndarray
     rows: np.ndarray
@@ -62,45 +63,89 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
         rates: of the GPU.
         overlap: how stages are chosen and ordered; its ``cost`` has the shape of the attention.
     """
-    received, sent = counts.received.sum(axis=0), counts.sent.sum(axis=0)
-    degree = choose_degree(counts.area[0], counts.area[1], received, overlap)
-    own, fetched = (_Stage(*(c[place].astype(np.float64) for c in counts[:7])) for place in (0, 1))
+    return predict_all(Counts(*(c[None] for c in counts)), [num_rows], rates, overlap)[0]
+
+
+def predict_all(counts: Counts, num_rows: Sequence[int], rates: Rates, overlap: OverlapConfig) -> list[Prediction]:
+    """`predict` for several dispatches over the same ranks at once, with equal results.
+
+    Args:
+        counts: of all dispatches, int64 ``[num_dispatches, 2, cp_size]`` each.
+        num_rows: of each dispatch.
+        rates, overlap: see `predict`.
+    """
+    received = counts.received.sum(axis=1)
+    degrees = choose_degrees(counts.area[:, 0], counts.area[:, 1], received, overlap, rates)
     # Kernels wait for rows of their own node only.
-    at_once = overlap.one_launch and overlap.degree != 0 and not overlap.hide_tail_reduce and degree > 0
-    at_once = at_once and not counts.received[1].any()
+    at_once = (degrees > 0) & ~counts.received[:, 1].any(axis=1)
+    at_once &= overlap.one_launch and overlap.degree != 0 and not overlap.hide_tail_reduce
+    most_bytes = kernel_costs_of(rates.device).most_forward_bytes
+    is_small = (received.shape[1] <= 2) | (received.max(axis=1) * overlap.cost.row_bytes <= most_bytes)
+    alike: dict[tuple[bool, bool, int], list[int]] = {}
+    for at, (backward, forward, degree) in enumerate(
+        zip(at_once.tolist(), (at_once & is_small).tolist(), degrees.tolist(), strict=True)
+    ):
+        alike.setdefault((forward, backward, 1 if forward else degree), []).append(at)  # then stages do not matter
+    found: dict[int, Prediction] = {}
+    for (forward, backward, degree), those in alike.items():
+        rows = np.array([num_rows[at] for at in those])[:, None]
+        of_those = counts if len(those) == len(degrees) else Counts(*(c[those] for c in counts))
+        made = _predict_alike(of_those, rows, rates, overlap, degree, (forward, backward))
+        found.update(zip(those, made, strict=True))
+    return [found[at]._replace(degree=degree) for at, degree in enumerate(degrees.tolist())]
+
+
+def _predict_alike(
+    counts: Counts, num_rows: np.ndarray, rates: Rates, overlap: OverlapConfig, degree: int, at_once: tuple[bool, bool]
+) -> list[Prediction]:
+    """`predict_all` for dispatches with one number of stages.
+
+    Args:
+        num_rows: of each dispatch, int64 ``[num_dispatches, 1]``.
+        degree: remote stages.
+        at_once: whether the forward, and the backward, is one launch.
+    """
+    received, sent = counts.received.sum(axis=1), counts.sent.sum(axis=1)
+    own, fetched = (_Stage(*(c[:, place].astype(np.float64) for c in counts[:7])) for place in (0, 1))
     kernels = kernel_costs_of(rates.device)
-    is_small = len(received) <= 2 or received.max() * overlap.cost.row_bytes <= kernels.most_forward_bytes
     hidden, passes = 0.0 if overlap.degree == 0 else rates.hidden, []
     saved = np.where((received > 0) & (sent > 0), 0.0, rates.host_one_way_us)
-    for is_backward, one in ((False, at_once and is_small), (True, at_once)):
+    both = own.with_fetched(fetched) if any(at_once) else own
+    for is_backward, one in ((False, at_once[0]), (True, at_once[1])):
         steps, stages = _Steps(num_rows, rates, kernels, overlap.cost, degree > 0 and not one), 1 if one else degree
         attend = steps.backward if is_backward else steps.forward
         fetch = _transfer_us(counts.received, counts.sent, stages, rates, overlap.cost)
         reduce = _transfer_us(counts.sent, counts.received, stages, rates, overlap.cost) * is_backward
         if one:
-            device = _at_once_us(attend(own.with_fetched(fetched)), fetch, hidden) + reduce
+            device = _at_once_us(attend(both), fetch, hidden) + reduce
         else:
             device = _pass_us(attend(own), attend(fetched, True), fetch, reduce, degree, hidden)
         issue, of_stage = rates.host_us(is_backward)
         # One launch is issued like a pass over own keys.
         passes.append((device + steps.ends_us(is_backward), issue + (0 if one else degree) * (of_stage - saved)))
-    forward_us, backward_us = (float(device.max()) for device, _ in passes)
-    step_us = sum(float(np.maximum(device, host).max()) for device, host in passes)
-    host_us = sum(float(np.max(host)) for _, host in passes)
-    return Prediction(step_us, forward_us + backward_us, forward_us, backward_us, degree, host_us, int(received.sum()))
+    forward_us, backward_us = (device.max(axis=1) for device, _ in passes)
+    step_us = sum(np.maximum(device, host).max(axis=1) for device, host in passes)
+    host_us = sum(host.max(axis=1) for _, host in passes)
+    figures = (step_us, forward_us + backward_us, forward_us, backward_us, host_us, received.sum(axis=1))
+    return [
+        Prediction(step, device, forward, backward, degree, host, rows)
+        for step, device, forward, backward, host, rows in zip(*(x.tolist() for x in figures), strict=True)
+    ]
 
 
 def kernels_us(counts: Counts, num_rows: int, rates: Rates, cost: CostModel) -> tuple[float, float]:
     """Microseconds of the forward and of the backward kernels where nothing is fetched, on the slowest rank."""
-    own = _Stage(*(c[0].astype(np.float64) for c in counts[:7]))
-    steps = _Steps(num_rows, rates, kernel_costs_of(rates.device), cost, False)
-    return float(steps.forward(own).max()), float(steps.backward(own).max()) + steps.ends_us(True)
+    own = _Stage(*(c[None, 0].astype(np.float64) for c in counts[:7]))
+    steps = _Steps(np.array([[num_rows]]), rates, kernel_costs_of(rates.device), cost, False)
+    return float(steps.forward(own).max()), float(steps.backward(own).max() + steps.ends_us(True).item())
 
 
 class _Steps(NamedTuple):
-    """Kernels of the stages of a rank; ``is_staged``: their results are accumulated in fp32."""
+    """Kernels of the stages of a rank; ``is_staged``: their results are accumulated in fp32; ``num_rows``: int64
+    ``[num_dispatches, 1]``.
+    """
 
-    num_rows: int
+    num_rows: np.ndarray
     rates: Rates
     kernels: KernelCosts
     cost: CostModel
@@ -112,7 +157,7 @@ class _Steps(NamedTuple):
         is_short = (stage.starts > 1) & (self.num_rows < self.kernels.short_rows * stage.starts)
         return np.where(is_short, float(math.gcd(group, self.kernels.most_packed_heads)), 1.0)
 
-    def _memory_us(self, bytes_a_row: float, rows: np.ndarray | int) -> np.ndarray:
+    def _memory_us(self, bytes_a_row: float, rows: np.ndarray) -> np.ndarray:
         return rows * (bytes_a_row * self.cost.num_heads_q) / (self.rates.memory_gbytes_per_s * 1e3)
 
     def forward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
@@ -171,21 +216,21 @@ class _Steps(NamedTuple):
         """Factor by which a kernel with this many items is slower than with perfectly divisible work."""
         return 1 + self.kernels.tail * self.kernels.num_sms / np.maximum(items, 1.0)
 
-    def ends_us(self, is_backward: bool) -> float:
+    def ends_us(self, is_backward: bool) -> np.ndarray:
         """Microseconds of work once in a pass: casts of sums, and in the backward row statistics."""
         dk, dv = self.cost.head_dims
         cast = 6.0 * (dk if is_backward else dv) if self.is_staged else 0.0
-        return float(self._memory_us(cast + (4.0 * dv if is_backward else 0.0), self.num_rows))
+        return self._memory_us(cast + (4.0 * dv if is_backward else 0.0), self.num_rows)
 
 
 def _transfer_us(received: np.ndarray, sent: np.ndarray, degree: int, rates: Rates, cost: CostModel) -> np.ndarray:
-    """Microseconds of one of the all-to-alls that move these rows, ``[cp_size]``."""
+    """Microseconds of one of the all-to-alls that move these rows, ``[num_dispatches, cp_size]``."""
     if not degree:
-        return np.zeros(received.shape[1])
+        return np.zeros(received[:, 0].shape)
     volume = np.maximum(received, sent) * (cost.row_bytes / (degree * 1e3))
-    near = rates.collective_us + volume[0] / rates.gbytes_per_s
-    far = rates.far_collective_us + volume[1] / rates.far_gbytes_per_s
-    return np.where(volume[1] > 0, np.maximum(near, far), near)
+    near = rates.collective_us + volume[:, 0] / rates.gbytes_per_s
+    far = rates.far_collective_us + volume[:, 1] / rates.far_gbytes_per_s
+    return np.where(volume[:, 1] > 0, np.maximum(near, far), near)
 
 
 def _at_once_us(attend: np.ndarray, fetch: np.ndarray, hidden: float) -> np.ndarray:

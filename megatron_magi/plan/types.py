@@ -21,7 +21,8 @@ class Dispatch:
     """Which rank holds which tokens; shared by all masks over the same sequence.
 
     The sequence of ``total_seqlen`` tokens is padded at its end to ``padded_seqlen`` and cut
-    at ``chunk_bounds``; each rank holds some chunks, in ascending order.
+    at ``chunk_bounds``; each rank holds some chunks, in ascending order unless ``chunk_row`` says otherwise.
+    Dispatches with equal content are equal.
     """
 
     total_seqlen: int
@@ -29,9 +30,16 @@ class Dispatch:
     cp_size: int
     chunk_bounds: np.ndarray  # [num_chunks + 1], from 0 to padded_seqlen
     chunk_rank: np.ndarray  # [num_chunks]
-    ranges: tuple[np.ndarray, ...]  # per rank [n, 2]: its global tokens, adjacent chunks joined
+    chunk_row: np.ndarray  # [num_chunks]: row of its first token in the shard
+    ranges: tuple[np.ndarray, ...]  # per rank [n, 2]: its global tokens in order of rows, adjacent chunks joined
     shard_lengths: tuple[int, ...]  # tokens of each rank, padding included
     digest: bytes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Dispatch) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     def global_index(self, cp_rank: int) -> np.ndarray:
         """Global token of each row of the shard, int64 ``[shard_lengths[cp_rank]]``.

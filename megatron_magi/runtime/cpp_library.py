@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import sysconfig
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -21,7 +20,7 @@ def load(folder: Path, name: str, version: int) -> ctypes.CDLL | None:
     Returns:
         None where it is not built; also, with a notice, where it cannot be loaded or is built from other sources.
     """
-    path = folder / f"_{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    path = folder / f"_{name}.so"
     if not path.exists():
         return None
     try:

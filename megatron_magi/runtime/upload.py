@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -108,9 +109,31 @@ def current_device() -> torch.device:
 def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> Sequence[torch.Tensor]:
     """Copies of the arrays on ``device``, there when this returns: whatever stream uses them first.
 
-    The host waits for what is queued on the current stream. What is not to wait goes through `PackedArrays.to`.
+    The host waits for the copy, which is on a stream of its own, and not for what is queued on the current one. The
+    memory is used again once the stream that is current now is done with what was queued when the tensors went.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, which would refer to memory that may go.
     """
-    tensors = pack(arrays).to(device)
-    if tensors and tensors[0].is_cuda and type(tensors[0]) is torch.Tensor:
-        torch.cuda.current_stream(tensors[0].device).synchronize()
+    packed, device = pack(arrays), torch.device(device)
+    if device.type != "cuda" or type(packed.buffer) is not torch.Tensor:
+        return packed.to(device)
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "tables are not copied to a GPU while a CUDA graph is captured: run the same calls before"
+            )
+        current = torch.cuda.current_stream()
+        copies = _copies_to(current.device_index)
+        with torch.cuda.stream(copies):
+            tensors = packed.to(current.device)
+            copies.synchronize()
+        if tensors:
+            tensors[0].record_stream(current)  # of all: they lie in one block
     return tensors
+
+
+@cache
+def _copies_to(device: int) -> torch.cuda.Stream:
+    """One for each device: the allocator has separate memory for each stream."""
+    return torch.cuda.Stream(device)

@@ -26,6 +26,8 @@ from megatron_magi.testing.megatron_rank import GRACE_S, Outcome, Request, outpu
 
 PRETRAIN_GPT = str(Path(__file__).resolve().parents[2] / "pretrain_scripts" / "pretrain_gpt.py")
 """Script that a user launches."""
+PRETRAIN_HYBRID = str(Path(PRETRAIN_GPT).with_name("pretrain_hybrid.py"))
+"""Likewise, for hybrid models."""
 
 LOSS_LOG = "losses.jsonl"
 _TAIL_LINES = 60

@@ -27,10 +27,10 @@ def test_a_mask_of_builders_makes_a_key_and_a_second_one_over_its_dispatch():
 def test_runtimes_are_bounded_by_bytes_and_the_newest_is_kept():
     cache, made = RuntimeCache(max_bytes=1 << 20), keys(20)
     for key in made:
-        cache.register(key, max_size=1000)
+        assert cache.register(key, cache.planned(key), max_size=1000) is key
         assert cache.num_bytes <= 1 << 20
     assert 1 < len(cache) < 20
-    assert cache.get(made[-1]) is cache.register(made[-1], max_size=1000)
+    assert cache.get(made[-1]) is cache.planned(made[-1]) and cache.planned(made[0]) is not cache.planned(made[0])
     api.clear_cache()
 
 

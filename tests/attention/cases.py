@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -101,6 +101,12 @@ def hopper_variants() -> list[Case]:
         shape = {"num_heads_q": heads[0], "num_heads_kv": heads[1], "head_dim": dim, "head_dim_v": dim}
         cases.append(Case(mask, config, **shape, **options[(i + i // 2) % 4], dtype=torch.bfloat16, seed=i))
     return cases
+
+
+def cudnn_variants() -> list[Case]:
+    """`hopper_variants` for the backend cudnn, without what it lacks."""
+    attend = AttendConfig(impl="cudnn")
+    return [replace(c, config=replace(c.config, attend=attend)) for c in hopper_variants() if not c.softcap]
 
 
 def _config(degree: int | None, hide_tail_reduce: bool = False, uneven: bool = False, seed: int = 0) -> MagiConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_magi.attention import StaticPlans, load_together, prepare_batch
 from megatron_magi.attention.collective_args import cleared, plan_casts
-from megatron_magi.comm import group_collective, transport
-from megatron_magi.comm.impl.native import Native
+from megatron_magi.comm import group_collective, peers, transport
+from megatron_magi.comm.impl.native import Native, native_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.slots import Room, most_rows
 from megatron_magi.comm.static_args import _arrays
@@ -174,19 +175,22 @@ def test_rows_behind_those_that_have_come_are_zeros():
 
 
 class Slots:
-    """Stands for memory of peers."""
+    """Stands for memory of peers: what it grew to, and whether slots were kept then."""
 
     def __init__(self) -> None:
-        self.slot_bytes, self.grown = 0, []
+        self.slot_bytes, self.grown, self.num_forgotten = 0, [], 0
 
-    def grow(self, num_bytes: int) -> None:
+    def grow(self, num_bytes: int, keep: bool) -> None:
         self.slot_bytes = num_bytes
-        self.grown.append(num_bytes)
+        self.grown.append((num_bytes, keep))
+
+    def forget_kept(self) -> None:
+        self.num_forgotten += 1
 
 
-def test_room_is_made_for_all_rows_of_other_ranks_and_grows_again_when_graphs_are_gone(monkeypatch):
-    slots = Slots()
-    room = Room(slots)
+def test_room_is_made_for_all_rows_of_other_ranks_and_grows_beside_what_graphs_refer_to(monkeypatch):
+    slots, capturing = Slots(), []
+    room = Room(slots, lambda: bool(capturing))
     monkeypatch.setattr(transport, "_find", lambda *_: transport.Transport(room, None, None, 0))
     there, back, wide = (RowLayout.make(((8, 128 * n),), (torch.bfloat16,)) for n in (8, 16, 32))
     window, causal = (shards_of(m, 4)[1] for m in (builders.sliding_window(4096, 8, 0), builders.causal(4096)))
@@ -195,19 +199,74 @@ def test_room_is_made_for_all_rows_of_other_ranks_and_grows_again_when_graphs_ar
         (args,) = plan_casts(StaticPlans({0: plan}, CPU).plans[0], CPU)
         group_collective.make_room([args], there, back, group)
         room.stays = True  # as a capture does
-    assert slots.grown == [128 << 20], "3 times 1024 rows of 32 kB"
-    with pytest.raises(ValueError, match=r"impl: 'native' has room for .* bytes, which CUDA graphs refer to"):
+    assert slots.grown == [(128 << 20, False)], "3 times 1024 rows of 32 kB"
+    capturing.append(True)
+    with pytest.raises(ValueError, match=r"impl: 'native' has room for .* bytes, which cannot grow while a CUDA graph"):
         group_collective.make_room([args], wide, None, group)
+    capturing.clear()
+    group_collective.make_room([args], wide, None, group)
+    assert slots.grown[1:] == [(256 << 20, True)] and room.has_graphs
+    wider = RowLayout.make(((8, 1 << 13),), (torch.bfloat16,))
+    group_collective.make_room([args], wider, None, group)
+    assert slots.grown[2:] == [(512 << 20, False)] and room.has_graphs, "no graph refers to those in between"
     monkeypatch.setattr(group_collective, "present_native", lambda _group: SimpleNamespace(forget_graphs=forget))
 
     def forget() -> None:
         Native.forget_graphs(SimpleNamespace(_room=room))
 
     group_collective.forget_graphs(group)
-    group_collective.make_room([args], wide, None, group)
-    assert slots.grown == [128 << 20, 256 << 20]
+    assert slots.num_forgotten == 1 and not room.has_graphs
     huge = RowLayout.make(((8, 1 << 17),), (torch.bfloat16,))
     assert most_rows(huge) == 512, "of 2 MB in 1 GB"
+
+
+class OneRank:
+    """A `Meeting` of one rank."""
+
+    rank, size, timeout_s = 0, 1, 1.0
+
+    def gather(self, value):
+        return [value]
+
+
+def test_memory_of_graphs_is_kept_until_they_are_gone(monkeypatch):
+    """And is then freed by the next growth, together with that which no graph refers to."""
+    shared = []
+
+    class Memory:
+        addresses, state = (0,), "mapped"
+
+        def close(self):
+            self.state = "closed"
+
+        def free(self):
+            assert self.state == "closed"
+            self.state = "freed"
+
+    def share(_meeting, num_bytes, _device):
+        if num_bytes > 64:
+            return None, "out of memory"
+        shared.append(Memory())
+        return shared[-1], ""
+
+    monkeypatch.setattr(peers, "share", share)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory, **options: torch.empty(*size, **options).zero_())
+    memory = peers.PeerMemory(OneRank(), Memory(), CPU)
+    memory._finalizer.detach()
+
+    def states() -> list[str]:
+        return [data.state for data in shared]
+
+    assert memory.grow(1) is None and memory.grow(2, keep=True) is None and states() == ["mapped", "mapped"]
+    packed = memory.packed
+    assert memory.grow(64, keep=True) == "out of memory" and (memory.slot_bytes, memory.packed) == (2, packed)
+    assert memory.grow(4) is None and states() == ["mapped", "freed", "mapped"], "no graph refers to those in between"
+    assert memory._owned.data == [shared[0], shared[2]]
+    memory.forget_kept()
+    assert states() == ["mapped", "freed", "mapped"], "other ranks may still have it mapped"
+    assert memory.grow(8) is None and states() == ["freed", "freed", "freed", "mapped"]
+    assert memory.grow(64) == "out of memory" and memory.slot_bytes == 0 and states()[3] == "freed"
 
 
 def replay_on_ranks(rank: int, num_ranks: int, deterministic: bool) -> tuple[int, int]:
@@ -306,6 +365,43 @@ def replay_without_eager_calls(rank: int, num_ranks: int, num_steps: int) -> tup
 def test_1000_replays_of_several_ranks_are_right_and_grow_no_memory(num_ranks):
     found = run_ranks(replay_without_eager_calls, num_ranks, 1000, backend="nccl", timeout_s=120)
     assert found == [(0, 0)] * num_ranks, "numbers that are wrong, bytes by which memory has grown"
+
+
+def replay_after_a_larger_call(rank: int, num_ranks: int) -> int:
+    """A graph, then eager calls that need larger slots, then a second graph over these; replays of both are right.
+
+    Returns:
+        How often slots were allocated.
+    """
+    torch.cuda.set_device(rank)
+    device, group = torch.device("cuda", rank), dist.group.WORLD
+    native, other = (MagiConfig(comm=CommConfig(impl=impl), overlap=ONE_STAGE) for impl in ("native", "all_to_all"))
+    shape = shape_of((8, 2), (128, 128)).kernels_for(device)
+    runs = []
+    for rows in (1024, 32_768):
+        mask, inputs = builders.causal(rows * num_ranks), tensors(rows, shape, device)
+        plan = make_plan(mask, native, num_ranks).for_rank(rank)
+        by_nccl = attend(inputs, make_plan(mask, other, num_ranks).for_rank(rank), other, group=group)
+        expected = [t.detach().clone() for t in by_nccl]
+        del by_nccl  # with what autograd noted on another stream than the capture's
+        static = StaticPlans({0: plan}, device, group, headroom=1)
+        runs.append((*captured(partial(attend, inputs, static.plans[0], native, group=group)), expected, static))
+        for graph, results, wanted, _ in runs * 3:
+            for result in results:
+                result.fill_(float("nan"))
+            graph.replay()
+            for a, b in zip(results, wanted, strict=True):
+                assert largest_difference(a, b) <= 2**-6
+    memory = native_of(group, device)[0]._memory
+    assert len(memory._kept) == 1 and memory.slot_bytes > 16 << 20
+    group_collective.forget_graphs(group)
+    return memory.generation
+
+
+@on_gpus
+def test_graphs_are_replayed_after_a_larger_call_has_got_memory_of_its_own(num_ranks):
+    found = run_ranks(replay_after_a_larger_call, num_ranks, backend="nccl", timeout_s=120)
+    assert found == [2] * num_ranks, "allocations of slots"
 
 
 def stay_away(rank: int, num_ranks: int) -> None:

@@ -25,7 +25,7 @@ from tests.backends.sm90.cases import Inputs, assert_as_good, plain_attention
 def run_case(case: cs.Case, cp_rank: int, plan: Plan, device: str = "cpu") -> dict[str, torch.Tensor]:
     """This rank's part of forward and backward, on the CPU again; padding rows hold NaN, or what the kernels allow."""
     x = cs.inputs(case)
-    padding = 100.0 if case.config.attend.impl == "ffa" else torch.nan
+    padding = 100.0 if case.config.attend.impl in ("ffa", "cudnn") else torch.nan
     index = torch.from_numpy(plan.dispatch.global_index(cp_rank))
     real = index < case.mask.total_seqlen_q
     local: dict[str, torch.Tensor] = {}
@@ -150,10 +150,16 @@ def test_gpus_equal_dense_attention_within_the_error_of_one_device(ranks, impl: 
 
 
 @pytest.mark.gpu
-@pytest.mark.sm90
 @pytest.mark.ranks(2)
-def test_hopper_kernels_on_several_ranks_err_at_most_twice_as_much_as_plain_torch(ranks) -> None:
-    num_ranks, todo = min(4, torch.cuda.device_count()), cs.hopper_variants()
+@pytest.mark.parametrize(
+    "variants",
+    [
+        pytest.param(cs.hopper_variants, marks=pytest.mark.sm90, id="ffa"),
+        pytest.param(cs.cudnn_variants, marks=pytest.mark.cudnn, id="cudnn"),
+    ],
+)
+def test_kernels_on_several_ranks_err_at_most_twice_as_much_as_plain_torch(ranks, variants) -> None:
+    num_ranks, todo = min(4, torch.cuda.device_count()), variants()
     results = ranks(num_ranks, run_all_cases_on_gpus, todo, backend="nccl", timeout_s=240.0)
     for i, case in enumerate(todo):
         found = gather(case, [r[i] for r in results])

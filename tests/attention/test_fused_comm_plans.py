@@ -21,7 +21,7 @@ from megatron_magi.backends.sm90.choices import Problem, RowTiles, backward_choi
 from megatron_magi.backends.sm90.plan import HostPlan
 from megatron_magi.backends.sm90.program import backward_pays
 from megatron_magi.backends.sm90.schedule import Schedule, local_first
-from megatron_magi.backends.sm90.tiles import GAP
+from megatron_magi.backends.tiles.tiles import GAP
 from megatron_magi.comm import peer_kernels, transport
 from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import arriving

@@ -56,6 +56,9 @@ class Tables:
     def sm_count(self, device: torch.device) -> int:
         return 1
 
+    def kind(self, device: torch.device) -> None:
+        return None
+
     def make(self, masks: StageMasks, use: TableUse) -> StageTables:
         assert not masks.is_fused
         assert not masks.is_alone
@@ -154,4 +157,4 @@ class Slices(Backend):
 def add() -> None:
     """Adds the backend in this process: to the registry, and to the configuration's list of names."""
     registry.BACKENDS[NAME] = Slices()
-    config.AttendImpl = Literal["auto", "reference", "torch", "ffa", "slices"]
+    config.AttendImpl = Literal["auto", *registry.BACKENDS]

@@ -106,7 +106,7 @@ def test_it_is_asked_for_by_name_and_lists_of_names_have_it(added) -> None:
     q = torch.randn(12, 4, 8)
     found = slice_attention(q, q, q, cs.documents([5, 7]), impl=slices_backend.NAME)[0]
     torch.testing.assert_close(found, slice_attention(q, q, q, cs.documents([5, 7]), impl="reference")[0])
-    with pytest.raises(ValueError, match="use one of auto, reference, torch, ffa, slices"):
+    with pytest.raises(ValueError, match=r"use one of auto, reference, torch, ffa, .*slices"):
         slice_attention(q, q, q, cs.documents([12]), impl="nothing")
 
 
@@ -126,12 +126,13 @@ def test_the_configuration_knows_the_backends_of_the_registry() -> None:
 
 
 def test_what_uses_backends_names_no_architecture() -> None:
-    """Neither a compute capability nor an architecture's name is in the code outside its backend and `cuda.target`."""
+    """Neither a compute capability nor an architecture's name is in the code outside of backends and `cuda.target`."""
     root = Path(megatron_magi.__file__).parent
     found = []
     for path in sorted(root.rglob("*.py")):
         place = path.relative_to(root)
-        if place.is_relative_to("backends/sm90") or place == Path("cuda/target.py") or place.parts[0] == "testing":
+        in_backend = place.parts[0] == "backends" and len(place.parts) > 2
+        if in_backend or place == Path("cuda/target.py") or place.parts[0] == "testing":
             continue
         tree = ast.parse(path.read_text())
         documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -92,7 +92,7 @@ def rank_says(**change):
         ([rank_says()], "is for 2 to 8 ranks"),
         ([rank_says(device=f"GPU-{i}") for i in range(9)], "is for 2 to 8 ranks"),
         ([rank_says(), rank_says(device="GPU-1", host=["a", "other"])], "on one host"),
-        ([rank_says(), rank_says(device="GPU-1", capability=[8, 0])], "compute capability 9.0"),
+        ([rank_says(), rank_says(device="GPU-1", capability=[8, 0])], "compute capability 9.0, 10.0 or 10.3"),
         ([rank_says(), rank_says()], "a GPU for each rank"),
         ([rank_says(), rank_says(device="GPU-1", groups=16)], "at most 16 groups"),
         ([rank_says(groups=9), rank_says(device="GPU-1", groups=9)], None),
@@ -153,13 +153,13 @@ def test_memory_is_given_back_when_all_ranks_have_left_and_not_before(monkeypatc
     ranks = []
     for rank in range(3):
         owned = peers._Owned(rank, torch.device("cuda", 0), torch.zeros(4, dtype=torch.int32), Block(rank))
-        owned.data = Block(rank)
+        owned.data = [Block(rank)]
         ranks.append(owned)
     for i, owned in enumerate(ranks):
         owned.leave()
         peers._give_back_what_all_have_left()
-        assert int(owned._notice[0]) == 1 and owned.data.done[:1] == owned._control.done[:1] == ["closed"]
-        assert [("freed" in r.data.done, "freed" in r._control.done) for r in ranks] == [(i == 2, i == 2)] * 3
+        assert int(owned._notice[0]) == 1 and owned.data[0].done[:1] == owned._control.done[:1] == ["closed"]
+        assert [("freed" in r.data[0].done, "freed" in r._control.done) for r in ranks] == [(i == 2, i == 2)] * 3
     assert not peers._left
 
 

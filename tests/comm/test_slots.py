@@ -19,7 +19,8 @@ class Slots:
     def __init__(self, most: int) -> None:
         self.most, self.slot_bytes, self.grown = most, 0, []
 
-    def grow(self, slot_bytes: int) -> str | None:
+    def grow(self, slot_bytes: int, keep: bool) -> str | None:
+        assert not keep, "there are no graphs"
         self.grown.append(slot_bytes)
         self.slot_bytes = slot_bytes if slot_bytes <= self.most else 0
         return None if self.slot_bytes else "rank 1: out of memory"
@@ -51,8 +52,8 @@ def test_no_slot_holds_more_chunks_than_can_be_told_of():
 
 def test_ranks_that_did_not_meet_to_make_room_do_not_try_again_alone():
     class Broken(Slots):
-        def grow(self, slot_bytes):
-            super().grow(slot_bytes)
+        def grow(self, slot_bytes, keep):
+            super().grow(slot_bytes, keep)
             raise RuntimeError("native: rank 1 did not arrive within 3 s")
 
     layout, slots = RowLayout.make(((8, 128),), (torch.bfloat16,)), Broken(1 << 30)

@@ -389,7 +389,7 @@ EXTENSIONS = {
     "sm_margin return_attn_probs",
     "fa4_func_with_sink": f"q k v sink sink_layout {_FA4}",
     "fa4_varlen_func_with_sink": f"q k v {_LENGTHS} sink sink_layout {_FA4}",
-    "dsa_attn_func": None,
+    "dsa_attn_func": "q k v index_map softmax_scale backend",
 }
 """Of the package magi_attn_extensions 1.1.0. What packed variants take behind the layout they pass on as it comes."""
 

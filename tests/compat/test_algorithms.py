@@ -51,9 +51,9 @@ def test_cost_factors_are_the_times_of_a_pair_and_of_a_row():
     assert cost.attend_us(1000) == pytest.approx(2.5e-3) and cost.fetch_us(100) == pytest.approx(3.0)
     assert (cost.num_heads_q, cost.num_heads_kv, cost.head_dim) == (6, 3, 40)
     default = key().config.overlap.cost
-    assert (default.tflops, default.gbytes_per_s) == (CostModel().tflops, CostModel().gbytes_per_s)
+    assert (default.tflops, default.gbytes_per_s) == (None, None)
     only_one = with_cost_factors(CostModel(), 1.0, 0.5)
-    assert only_one.tflops == CostModel().tflops and only_one.fetch_us(1) == pytest.approx(0.5)
+    assert only_one.tflops is None and only_one.fetch_us(1) == pytest.approx(0.5)
     assert cost_factors(only_one) == (1.0, pytest.approx(0.5))
     for name in ("calc_cost_factor", "comm_cost_factor"):
         for bad in (0.0, -1.0, float("inf"), float("nan")):

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_magi.testing.megatron_launch import RunResult, launch, tiny_gpt_args
+from megatron_magi.testing.megatron_launch import PRETRAIN_GPT, RunResult, launch, tiny_gpt_args
 
 NUM_ITERATIONS = 10
 WEIGHTS = ("--init-method-std", "0.1")
@@ -29,6 +29,7 @@ class Case:
         without: default arguments that both runs go without.
         before: hook of both runs.
         before_stock: hook of the stock run alone.
+        script: that both run.
         same_weights: start both from one checkpoint, where initial weights depend on the parallelism.
     """
 
@@ -39,12 +40,13 @@ class Case:
     without: tuple[str, ...] = ()
     before: str = ""
     before_stock: str = ""
+    script: str = PRETRAIN_GPT
     same_weights: bool = False
 
     @property
     def reference_key(self) -> tuple:
         """What the stock run depends on."""
-        return self.model, self.without, self.before, self.before_stock, self.same_weights
+        return self.model, self.without, self.before, self.before_stock, self.script, self.same_weights
 
 
 @dataclass
@@ -61,13 +63,13 @@ class Runs:
         if case.reference_key not in self._stock:
             before = case.before or case.before_stock
             args = self._args(case, 1, [*case.model, *self._weights(case)])
-            self._stock[case.reference_key] = self._launch(args, 1, before)
+            self._stock[case.reference_key] = self._launch(args, 1, before, case.script)
         return self._stock[case.reference_key]
 
     def magi(self, case: Case, *extra: str) -> RunResult:
         """The same training as ``case`` says."""
         args = [*case.model, *case.parallel, *self._weights(case), *extra]
-        return self._launch(self._args(case, case.cp_size, args), case.num_ranks, case.before)
+        return self._launch(self._args(case, case.cp_size, args), case.num_ranks, case.before, case.script)
 
     def _args(self, case: Case, cp_size: int, extra: list[str]) -> list[str]:
         args = tiny_gpt_args(self.corpus, *WEIGHTS, *extra, train_iters=NUM_ITERATIONS, context_parallel_size=cp_size)
@@ -79,12 +81,12 @@ class Runs:
         path = self.folder / f"weights_{abs(hash(case.reference_key)):x}"
         if not path.exists():
             save = ["--save", str(path), "--save-interval", "1", "--no-save-optim", "--train-iters", "1"]
-            self._launch(self._args(case, 1, [*case.model, *save]), 1, case.before or case.before_stock)
+            self._launch(self._args(case, 1, [*case.model, *save]), 1, case.before or case.before_stock, case.script)
         return ["--load", str(path), "--finetune"]
 
-    def _launch(self, args: list[str], num_ranks: int, before: str) -> RunResult:
+    def _launch(self, args: list[str], num_ranks: int, before: str, script: str) -> RunResult:
         self._num_launches += 1
-        return launch(args, num_ranks, before=before, workdir=self.folder / f"run{self._num_launches}")
+        return launch(args, num_ranks, before=before, script=script, workdir=self.folder / f"run{self._num_launches}")
 
 
 def write_corpus(folder: Path, num_tokens: int = 40_000) -> Path:

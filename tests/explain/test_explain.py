@@ -21,7 +21,7 @@ from megatron_magi.explain.timeline import backward_timeline, forward_timeline
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.plan import make_plan
-from megatron_magi.plan.degree import BACKWARD_WORK
+from megatron_magi.plan.degree import BACKWARD_WORK, stage_costs
 from megatron_magi.plan.types import StepKind
 
 MASK = builders.varlen(doc_lengths=[3000, 400, 6600], causal=True)
@@ -68,7 +68,7 @@ def test_the_timeline_computes_what_it_has_fetched_and_one_thing_at_a_time(gbyte
                     else:
                         waits += [a.end for a in attends if spans.index(a) < spans.index(s)]
                     assert s.start == max(waits)
-    cost = plan.config.overlap.cost
+    cost = stage_costs(plan.config.overlap.cost)
     for rank, spans in enumerate(forward_timeline(plan)):
         fetching = sum(s.end - s.start for s in spans if s.step.kind is StepKind.FETCH)
         assert fetching == pytest.approx(cost.fetch_us(plan.stats().received_rows[rank]))

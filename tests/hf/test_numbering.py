@@ -1,6 +1,7 @@
 """Layers that number rows: under context parallelism, in packs, and in every type of model that transformers has."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from megatron_magi.hf import context_parallel, shard_batch
-from megatron_magi.hf.numbering import check_counting, check_ropes
+from megatron_magi.hf.numbering import check_counting, check_ropes, renumbered
 from megatron_magi.mask import builders
 from megatron_magi.testing.spawn import run_ranks
 from tests.hf.model_types import MODEL_TYPES, NOT_MADE, RETRIES, UNMADE, make_tiny
@@ -147,3 +148,14 @@ def test_a_temperature_by_rows_is_refused_where_a_mask_of_ones_own_hides_positio
     model(tokens[:, :7], magi_mask=builders.causal(7), use_cache=False)
     with pytest.raises(ValueError, match=r"^magi_mask: Llama4TextAttention scales queries by the number of their row"):
         model(tokens, magi_mask=builders.causal(48), use_cache=False)
+
+
+def test_queries_in_fp64_keep_their_digits():
+    layer = SimpleNamespace(floor_scale=4, attn_scale=0.1)
+    query = torch.randn(1, 2, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    rows = torch.arange(16)[None]
+    assert torch.equal(renumbered(layer, query, rows), query)
+    later = renumbered(layer, query, rows + 100)
+    factor = later / query
+    assert later.dtype == torch.float64 and (factor > 1).all()
+    assert (factor - factor[..., :1]).abs().max() < 1e-14

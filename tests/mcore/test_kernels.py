@@ -14,14 +14,15 @@ def _compile(rank: int, num_ranks: int, breaks: bool) -> tuple[list, str]:
     """Two nodes of two ranks; what this one compiles, and how it ends."""
     done: list = []
 
-    def build_all(kernels: list, jobs: int) -> None:
+    def build_all(kernels: list, jobs: int, target: str) -> None:
+        assert target == "sm_100"
         done.extend(kernels)
         if breaks and rank == 2:
             raise OSError("no compiler")
 
     original, build.build_all = build.build_all, build_all
     try:
-        compile_ahead(KERNELS, rank % 2)
+        compile_ahead(KERNELS, rank % 2, "sm_100")
     except RuntimeError as error:
         return done, str(error)
     finally:

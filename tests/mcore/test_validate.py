@@ -10,6 +10,7 @@ import torch
 from megatron.training import arguments
 
 from megatron_magi import envs
+from megatron_magi.backends.registry import BACKENDS
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
@@ -72,7 +73,9 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         ([*FULL_ITERATION, *EXPERTS], "cuda_graph_impl"),
         (["--enable-cuda-graph"], "cuda_graph_modules"),
         (["--hybrid-layer-pattern", "M*M*"], "hybrid_layer_pattern"),
-        (["--hybrid-layer-pattern", "*-*-", "--context-parallel-size", "1"], "hybrid_layer_pattern"),
+        (["--hybrid-layer-pattern", "*-G-", "--context-parallel-size", "1"], "hybrid_layer_pattern"),
+        (["--hybrid-layer-pattern", "*-*-/M-"], "hybrid_layer_pattern"),
+        (["--hybrid-override-pattern", "M*"], "hybrid_override_pattern"),
         (["--experimental-attention-variant", "gated_delta_net"], "experimental_attention_variant"),
         (["--hybrid-context-parallel"], "hybrid_context_parallel"),
         (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
@@ -371,4 +374,5 @@ def test_the_log_says_what_attends_and_to_what(
     extra: list[str], without: tuple[str, ...], mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = _parse(monkeypatch, *extra, without=without)
-    assert summary(args, has_kernels=False).endswith(f"torch (correct, but slow), context parallelism 2, mask: {mask}")
+    assert summary(args, by=None).endswith(f"torch (correct, but slow), context parallelism 2, mask: {mask}")
+    assert f": {BACKENDS['cudnn'].title}, context" in summary(args, by=BACKENDS["cudnn"].title)

@@ -137,7 +137,8 @@ def test_every_implementation_of_the_registry_can_be_asked_for_by_name():
 )
 def test_auto_says_once_why_a_gpu_takes_the_slower_implementation(monkeypatch, caplog, dim, dtype, reason):
     monkeypatch.setattr(hopper_support, "_is_hopper", lambda _device: True)
-    registry._warn_once.cache_clear()
+    monkeypatch.setattr(registry, "_FASTEST", ("ffa",))
+    registry._said.clear()
     t = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, shape=(5, 2, dim))
     for _ in range(2):
         assert resolve_impl("auto", t, t).name == "torch"

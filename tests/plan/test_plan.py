@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from megatron_magi.backends.sm90.cost import H100, KERNELS
 from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
@@ -19,7 +21,7 @@ from megatron_magi.mask.dense import dense_mask
 from megatron_magi.plan import Plan, StepKind, make_plan
 from megatron_magi.plan import plan as plan_module
 from megatron_magi.plan.chunks import chunk_bounds
-from megatron_magi.plan.degree import step_us
+from megatron_magi.plan.degree import stage_costs, step_us
 from megatron_magi.plan.partition import areas_by_place, partition
 from megatron_magi.plan.types import Runtime
 from tests.mask.dense_definitions import count_cover
@@ -276,6 +278,22 @@ def test_the_cost_model_adds_stages_only_where_they_hide_something() -> None:
     assert make_plan(mask, MagiConfig(overlap=slow_link), 4).degree > 1
     assert make_plan(mask, MagiConfig(overlap=slow_stage), 4).degree == 1
     assert make_plan(documents([1024] * 4), cp_size=1).degree == 0
+
+
+def test_rates_that_are_not_set_are_those_of_the_gpu() -> None:
+    shape = CostModel(num_heads_q=32)
+    of_gpu = stage_costs(shape, replace(H100, gbytes_per_s=123.0))
+    assert (of_gpu.gbytes_per_s, of_gpu.num_heads_q) == (123.0, 32)
+    assert (of_gpu.tflops, of_gpu.stage_latency_us) == (KERNELS.stage_tflops, KERNELS.stage_latency_us)
+    assert stage_costs(replace(shape, tflops=1.0, stage_latency_us=0.0), H100).tflops == 1.0
+    # A slow link makes stages worth their latency; rates of a config reach the choice.
+    mask = documents([8192])
+    degrees = []
+    for gbytes_per_s in (1e5, 10.0):
+        rates = replace(H100, gbytes_per_s=gbytes_per_s)
+        config = MagiConfig(dispatch=DispatchConfig(algorithm="zigzag", rates=rates), overlap=OverlapConfig(cost=shape))
+        degrees.append(make_plan(mask, config, 4).degree)
+    assert degrees[0] == 1 < degrees[1], degrees
 
 
 def test_a_fetch_waits_for_the_stage_before_the_one_it_overlaps() -> None:

@@ -11,6 +11,10 @@ and not the kernel:
 - ``all_gather``: every rank gets all keys and values, then computes (Llama 3, Transformer Engine); zigzag.
 - ``ulysses``: all-to-all to the whole sequence for some heads, and back (DeepSpeed).
 - ``usp``: Ulysses between neighbours, a zigzag ring of these groups.
+- ``subgroups``: each document on as many ranks as its work asks for, 1, 2, 4 ..., in a zigzag ring there (Megatron's
+  dynamic context parallelism).
+
+``torch_ring`` and ``torch_all_gather`` are PyTorch's own `context_parallel`, over PyTorch's own kernels.
 
 Unlike in other implementations documents need no padding: pieces and shards may differ in length.
 """
@@ -20,6 +24,8 @@ from __future__ import annotations
 from benchmarks._lib.baselines.base import Baseline, Cluster, Unsupported
 from benchmarks._lib.baselines.gather import AllGather
 from benchmarks._lib.baselines.ring import DoubleRing, Ring
+from benchmarks._lib.baselines.subgroups import Subgroups
+from benchmarks._lib.baselines.torch_native import TorchAllGather, TorchRing
 from benchmarks._lib.baselines.ulysses import USP, Ulysses
 
 BASELINES: dict[str, type[Baseline]] = {
@@ -28,6 +34,9 @@ BASELINES: dict[str, type[Baseline]] = {
     "all_gather": AllGather,
     "ulysses": Ulysses,
     "usp": USP,
+    "subgroups": Subgroups,
+    "torch_ring": TorchRing,
+    "torch_all_gather": TorchAllGather,
 }
 """By name, in the order of tables and charts."""
 

@@ -62,7 +62,7 @@ class Baseline:
         impl: of `slice_attention`.
 
     Attributes:
-        runs: tokens that this rank holds, int64 ``[n, 2]``, in order, disjoint.
+        runs: tokens that this rank holds, int64 ``[n, 2]``, in the order of its rows, disjoint.
 
     Raises:
         Unsupported: it cannot.
@@ -86,8 +86,18 @@ def zigzag(case: Case, num_parts: int) -> list[np.ndarray]:
     """
     if not case.plain or case.window is not None:
         raise Unsupported("zigzag is for full and causal masks and documents")
+    return zigzag_of(document_bounds(case), num_parts)
+
+
+def document_bounds(case: Case) -> np.ndarray:
+    """First token of each document and the one after its last, ``[n, 2]``; the whole where there are none."""
     ends = np.cumsum(case.doc_lengths or (case.length,))
-    starts = np.append(0, ends[:-1])
+    return np.stack([np.append(0, ends[:-1]), ends], axis=1)
+
+
+def zigzag_of(documents: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """`zigzag` of documents ``[n, 2]``, in their order."""
+    starts, ends = documents.T
     cuts = starts[:, None] + (ends - starts)[:, None] * np.arange(2 * num_parts + 1) // (2 * num_parts)
     pieces = np.stack([cuts[:, :-1], cuts[:, 1:]], axis=2)  # [document, piece, 2]
     return [bd.merge_ranges(pieces[:, [i, -1 - i]].reshape(-1, 2))[0] for i in range(num_parts)]

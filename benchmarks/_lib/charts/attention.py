@@ -9,12 +9,12 @@ from pathlib import Path
 from benchmarks._lib.results import Row
 
 COLORS = {
-    "cudnn": "#8c8c8c", "cudnn_flex": "#c9c9c9", "flex": "#b8a13c", "ffa": "#c8372d", "fa3": "#3b6fb6",
-    "fa4": "#5aa3a0", "magi": "#8a5fb0", "magi_gqa": "#b79ccf",
+    "cudnn": "#8c8c8c", "cudnn_flex": "#c9c9c9", "magi_cudnn": "#e39a92", "flex": "#b8a13c", "ffa": "#c8372d",
+    "triton": "#e8743b", "fa3": "#3b6fb6", "fa4": "#5aa3a0", "magi": "#8a5fb0", "magi_gqa": "#b79ccf",
 }  # fmt: skip
 TITLES = {
-    "cudnn": "cuDNN", "cudnn_flex": "cuDNN flex", "flex": "FlexAttention", "ffa": "magi (FFA)",
-    "fa3": "FlashAttention-3",
+    "cudnn": "cuDNN", "cudnn_flex": "cuDNN flex", "magi_cudnn": "magi (cuDNN)", "flex": "FlexAttention",
+    "ffa": "magi (FFA)", "triton": "magi (Triton)", "fa3": "FlashAttention-3",
     "fa4": "FA4", "magi": "MagiAttention", "magi_gqa": "MagiAttention, GQA flags",
 }  # fmt: skip
 MASK_TITLES = {

@@ -12,7 +12,8 @@ from benchmarks._lib.results import Row, read_results
 COLORS = {
     "alone": "#dddddd", "magi": "#c8372d", "magi_stages": "#8f1f17", "magi_one_launch": "#e8743b",
     "magi_zigzag": "#e39a94", "magi_zigzag_stages": "#f0cdb5", "ring": "#3b6fb6", "double_ring": "#7fa8d9",
-    "all_gather": "#8c8c8c", "ulysses": "#5aa3a0", "usp": "#b8a13c",
+    "all_gather": "#8c8c8c", "ulysses": "#5aa3a0", "usp": "#b8a13c", "subgroups": "#7d5a9e",
+    "torch_ring": "#b8632f", "torch_all_gather": "#d99a6c",
     "two_levels": "#6a4c93", "two_levels_native": "#a78bc9",
 }  # fmt: skip
 TITLES = {
@@ -20,6 +21,7 @@ TITLES = {
     "magi_one_launch": "magi, one launch", "magi_zigzag": "magi, zigzag dispatch",
     "magi_zigzag_stages": "magi, zigzag, in stages", "ring": "ring, zigzag",
     "double_ring": "double ring", "all_gather": "all-gather", "ulysses": "Ulysses", "usp": "USP",
+    "subgroups": "subgroups", "torch_ring": "PyTorch, ring", "torch_all_gather": "PyTorch, all-gather",
     "two_levels": "magi, two levels", "two_levels_native": "magi, two levels, native",
 }  # fmt: skip
 MASKS = {

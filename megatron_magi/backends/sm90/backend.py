@@ -38,6 +38,9 @@ class _Tables:
     def sm_count(self, device: torch.device) -> int:
         return support.sm_count(device)
 
+    def kind(self, device: torch.device) -> None:
+        """Nothing else of it."""
+
     def make(self, masks: StageMasks, use: TableUse) -> StageTables:
         return make_stage_tables(masks, use)
 
@@ -106,6 +109,7 @@ class Sm90(Backend):
     """The kernels of ``csrc/attention/sm90``, for fp16 and bf16 on GPUs of compute capability 9.0."""
 
     name: ClassVar[str] = "ffa"
+    title: ClassVar[str] = "Hopper kernels"
     caches_passes: ClassVar[bool] = True
     tables: ClassVar[HostTables | None] = _Tables()
     programs: ClassVar[Programs | None] = _Programs()

@@ -44,7 +44,7 @@ from megatron_magi.backends.sm90.support import (
     seen_rows,
     sm_count,
 )
-from megatron_magi.backends.sm90.tiles import UNIT
+from megatron_magi.backends.tiles.tiles import UNIT
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.cuda.streams import current_stream, stream_lock

@@ -29,7 +29,7 @@ from megatron_magi.backends.sm90.support import (
     row_work,
     work_counter,
 )
-from megatron_magi.backends.sm90.tiles import UNIT
+from megatron_magi.backends.tiles.tiles import UNIT
 from megatron_magi.cuda.launch import Launch, Numbers, prepared
 from megatron_magi.cuda.launch_list import Step
 from megatron_magi.operands.options import AttnOptions

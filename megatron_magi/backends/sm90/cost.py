@@ -24,6 +24,8 @@ KERNELS = KernelCosts(
     separate_dq_packed=((256 << 20, 800), (128 << 20, 480), (64 << 20, 200)),
     separate_dq=((256 << 20, 650), (128 << 20, 450)),
     most_forward_bytes=64 << 20,
+    stage_tflops=500.0,
+    stage_latency_us=40.0,
 )
 """One launch up to 64 MB: on 4 H100s it is faster than stages with up to 30 MB, and takes 4 to 8 % longer with 100 and
 400 MB (`one_launch_4gpu.csv`)."""

@@ -41,7 +41,7 @@ from megatron_magi.backends.sm90.fused_forward import (
 )
 from megatron_magi.backends.sm90.plan import HostPlan, ScheduleKey, Tiling
 from megatron_magi.backends.sm90.support import LOG2_E, may_overlap, sm_count
-from megatron_magi.backends.sm90.tiles import UNIT
+from megatron_magi.backends.tiles.tiles import UNIT
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
 from megatron_magi.cuda.launch_list import Place, Step

@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from megatron_magi.backends.sm90 import plan as hopper_plan
-from megatron_magi.backends.sm90 import tiles as hopper_tiles
 from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.choices import (
     BackwardChoice,
@@ -35,6 +34,7 @@ from megatron_magi.backends.sm90.choices import (
 from megatron_magi.backends.sm90.forward_kernel import make_launch
 from megatron_magi.backends.sm90.plan import DevicePlan, HostPlan, ScheduleKey, Tiling
 from megatron_magi.backends.sm90.support import check_support, seen_rows, sm_count
+from megatron_magi.backends.tiles import tiles as hopper_tiles
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, prepared
 from megatron_magi.cuda.launch_list import Step

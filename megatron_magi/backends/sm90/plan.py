@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_magi.backends.base import Ready, is_changing
-from megatron_magi.backends.sm90 import cpp_tiles, tuning
 from megatron_magi.backends.sm90 import schedule as hopper_schedule
-from megatron_magi.backends.sm90 import tiles as hopper_tiles
+from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.choices import MaskFacts
 from megatron_magi.backends.sm90.schedule import Schedule
-from megatron_magi.backends.sm90.tiles import TilePlan
+from megatron_magi.backends.tiles import cpp_tiles
+from megatron_magi.backends.tiles import tiles as hopper_tiles
+from megatron_magi.backends.tiles.tiles import TilePlan
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.frozen import FrozenMemo
 from megatron_magi.runtime.graph_capture import is_capturing

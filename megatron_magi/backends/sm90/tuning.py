@@ -6,17 +6,6 @@ docs/kernel_log.md. On another GPU they are a guess. Those that predictions need
 
 from __future__ import annotations
 
-# ---- tiles and passes ----
-
-TILE_COST_COLUMNS = 48
-"""Fixed cost of a tile, in columns."""
-
-MASKED_COST = 0.5
-"""Cost of a column that only part of a tile of keys sees, relative to one that all its keys see."""
-
-PASS_COST_BLOCKS = 0.35
-"""Fixed cost of a pass, in blocks of 128 columns."""
-
 # ---- keys that arrive ----
 
 ARRIVAL_US, ARRIVAL_BYTES_PER_US = 20, 250_000

@@ -1,4 +1,4 @@
-"""Row operations as CUDA kernels (``csrc/group_collective``), for Hopper GPUs: all tensors in one launch.
+"""Row operations as CUDA kernels (``csrc/group_collective``): all tensors in one launch.
 
 `pack_rows`, `unpack_rows` and `add_rows` of `megatron_magi.comm.rows`, the last for some dtypes (`can_add`).
 """
@@ -31,7 +31,7 @@ from megatron_magi.comm.row_memory import (
 from megatron_magi.comm.rows import Arrivals
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import LaunchConfig, load_kernel
-from megatron_magi.cuda.target import target_of
+from megatron_magi.cuda.target import DEFAULT_TARGET, target_of
 
 _THREADS = 256
 _MAX_BLOCKS = 132 * 8
@@ -158,7 +158,8 @@ class _RowKernel:
     """A kernel on one device, with memory for its parameters."""
 
     def __init__(self, device: torch.device, name: str, source: tuple[str, tuple[str, ...]], tail: str) -> None:
-        self._kernel = load_kernel(build(*source), name, _THREADS, 0, device)
+        image = build(*source, target=target_of(device) or DEFAULT_TARGET)
+        self._kernel = load_kernel(image, name, _THREADS, 0, device)
         self._tail, self._tail_at = struct.Struct(tail), struct.calcsize(_ROWS)
         self._params = ctypes.create_string_buffer(struct.calcsize(_ROWS + tail))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))

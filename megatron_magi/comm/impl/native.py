@@ -73,7 +73,7 @@ class Native:
     def __init__(self, group: dist.ProcessGroup, meeting: Meeting, memory: PeerMemory, device: torch.device) -> None:
         self._meeting, self._memory, self._device = meeting, memory, device
         self._notice = memoryview(memory.notice.numpy())
-        self._room = Room(memory)
+        self._room = Room(memory, functools.partial(is_capturing, device))
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._side = torch.cuda.Stream(device, priority=-1)
         self._last = -1  # handle of the stream on which rows were last published
@@ -245,11 +245,11 @@ class Native:
 
     def is_captured(self) -> bool:
         """Whether CUDA graphs hold launches."""
-        return self._room.stays
+        return self._room.has_graphs
 
     def forget_graphs(self) -> None:
-        """To be called on all ranks when no CUDA graph with captured calls is left: slots may grow again."""
-        self._room.stays = False
+        """To be called on all ranks when no CUDA graph with captured calls is left: their slots may be freed."""
+        self._room.forget_graphs()
 
     def stop(self) -> None:
         """Stops waiting kernels."""

@@ -121,7 +121,7 @@ def compiled(monkeypatch):
     """One entry for each kernel that is compiled: whether with line information."""
     made: list[bool] = []
 
-    def compile_kernel(_source, _defines, *, debug=False, name=None):
+    def compile_kernel(_source, _defines, *, debug=False, name=None, target=""):
         made.append(debug)
         return f"\x7fELF {len(made)}".encode(), "ptxas info: used 168 registers"
 
@@ -236,7 +236,7 @@ def test_kernels_compiled_ahead_end_at_an_error_or_ctrl_c_and_those_that_are_don
 ):
     made = []
 
-    def compile_kernel(_source, defines):
+    def compile_kernel(_source, defines, **_):
         time.sleep(0.1)
         if defines == ("A=2",):
             raise ending
@@ -272,7 +272,7 @@ def test_a_malformed_variable_is_named_before_anything_is_compiled(tmp_path, mon
 
 def test_a_built_kernel_is_read_back_from_the_cache(tmp_path: Path, monkeypatch):
     image = hopper_build.build("attention/sm90/preprocess.cu", (), tmp_path)
-    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_, **__: pytest.fail("compiled again"))
     assert hopper_build.build("attention/sm90/preprocess.cu", (), tmp_path) == image
     assert [p.suffix for p in tmp_path.iterdir() if p.suffix != ".lock"] == [".cubin"]
 
@@ -354,7 +354,7 @@ def test_a_kernel_is_compiled_once_by_many_threads(tmp_path, monkeypatch, damage
     if damaged:
         (tmp_path / hopper_build.cubin_name(PREPARE[0], ("A=1",))).write_bytes(b"\x7fELF")
     compiled = []
-    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: compiled.append(1) or (b"\x7fELF kernel", ""))
+    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_, **__: compiled.append(1) or (b"\x7fELF kernel", ""))
     images: list[bytes] = []
 
     def ask(macro: str) -> None:
@@ -392,7 +392,7 @@ def test_a_kernel_is_compiled_once_by_many_processes(tmp_path):
 
 
 def test_without_a_folder_to_write_to_kernels_are_compiled_for_the_process(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: (b"\x7fELF kernel", ""))
+    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_, **__: (b"\x7fELF kernel", ""))
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     assert hopper_build.build("attention/sm90/preprocess.cu", (), blocked / "cache") == b"\x7fELF kernel"
@@ -400,7 +400,7 @@ def test_without_a_folder_to_write_to_kernels_are_compiled_for_the_process(tmp_p
 
 
 def test_compiling_is_announced_and_a_cached_kernel_is_silent(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: (b"\x7fELF kernel", ""))
+    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_, **__: (b"\x7fELF kernel", ""))
     hopper_build.build("attention/sm90/preprocess.cu", (), tmp_path)
     assert "compiling attention/sm90/preprocess.cu" in caplog.text
     caplog.clear()

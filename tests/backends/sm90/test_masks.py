@@ -40,8 +40,8 @@ def slices_of(mask: AttnMask) -> list[torch.Tensor]:
     return [table[:, :2], table[:, 2:4], table[:, 4]]
 
 
-def check(case: Case) -> None:
-    got, exact = call(case, slices_of(case.mask)), case.expected(torch.float64)
+def check(case: Case, impl: str = "ffa") -> None:
+    got, exact = call(case, slices_of(case.mask), impl=impl), case.expected(torch.float64)
     options = make_options(case.q, None, case.softcap, False, 0)
     x = Inputs(case.q, case.k, case.v, case.dout, case.mask.bands, options)
     plain = plain_attention(x, case.sinks, from_out=True)

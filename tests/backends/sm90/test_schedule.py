@@ -15,7 +15,6 @@ from megatron_magi.backends.sm90.schedule import (
     long_tile,
     make_schedule,
 )
-from megatron_magi.backends.sm90.tiles import UNIT, TilePlan, drift, plan_tiles
 from megatron_magi.backends.sm90.tuning import (
     LONG_BLOCKS,
     LONG_BLOCKS_MOVING,
@@ -24,6 +23,7 @@ from megatron_magi.backends.sm90.tuning import (
     PIECE_BLOCKS,
     SECTION_TILES,
 )
+from megatron_magi.backends.tiles.tiles import UNIT, TilePlan, drift, plan_tiles
 from megatron_magi.mask import builders
 from megatron_magi.mask.bands import transpose
 

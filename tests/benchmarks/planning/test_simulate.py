@@ -127,3 +127,12 @@ def test_chart_is_drawn(tmp_path):
     rows = [simulate.row("causal", 1024, gpus, H100) for gpus in (2, 4)]
     simulate.draw(str(tmp_path / "a.png"), rows, [["a", "", 2, "1.0", "1.0", "1.000"]])
     assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_the_default_dispatch_is_predicted_to_be_as_fast_as_given_layouts_or_faster() -> None:
+    for name in ("causal", "documents"):
+        rows = [dict(zip(simulate.LAYOUT_HEADER, r, strict=True)) for r in simulate.layout_rows(name, 4096, 8, H100)]
+        assert [r["layout"] for r in rows] == ["planned", "zigzag", "contiguous"]
+        steps = [float(r["step_ms"]) for r in rows]
+        assert steps[0] <= 1.01 * steps[1] < steps[2]
+        assert float(rows[2]["balance"]) > 1.5

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_magi.backends.sm90 import tuning
-from megatron_magi.backends.sm90.cuts import tile_starts
-from megatron_magi.backends.sm90.passes import assign_passes
+from megatron_magi.backends.tiles import costs as tile_costs
+from megatron_magi.backends.tiles.cuts import tile_starts
+from megatron_magi.backends.tiles.passes import assign_passes
 from megatron_magi.mask import bands as bd
 
 Int32Array = NDArray[np.int32]
@@ -93,9 +93,9 @@ def plan_tiles(
     """
     assert bands[:, bd.K1].max(initial=0) <= EVERYTHING
     bands = _join_columns(bd.tighten(bands))
-    starts = tile_starts(bands, num_rows, block_m, tuning.MASKED_COST if hide_tail else 0.0)
+    starts = tile_starts(bands, num_rows, block_m, tile_costs.MASKED_COST if hide_tail else 0.0)
     pieces, tile = _pieces(bands, starts, num_rows)
-    pass_cost = tuning.PASS_COST_BLOCKS * 128 / (block_n * packed)
+    pass_cost = tile_costs.PASS_COST_BLOCKS * 128 / (block_n * packed)
     pieces, pass_of_piece, pass_tile = assign_passes(pieces, tile, block_n, align, pass_cost)
     tiles = np.zeros((len(starts), 4), dtype=np.int32)
     tiles[:, 0], tiles[:, 3] = starts, np.diff(starts, append=num_rows)

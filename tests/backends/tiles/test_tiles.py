@@ -10,11 +10,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.backends.sm90 import cpp_tiles, tuning
-from megatron_magi.backends.sm90.cuts import _segment_columns
 from megatron_magi.backends.sm90.plan import Tiling, make_host_plan
 from megatron_magi.backends.sm90.schedule import best_splits
-from megatron_magi.backends.sm90.tiles import (
+from megatron_magi.backends.tiles import costs as tile_costs
+from megatron_magi.backends.tiles import cpp_tiles
+from megatron_magi.backends.tiles.cuts import _segment_columns
+from megatron_magi.backends.tiles.tiles import (
     EVERYTHING,
     UNIT,
     TilePlan,
@@ -226,7 +227,7 @@ def test_a_tile_is_closed_where_that_costs_no_more_than_it_saves(planner, more):
     # 64 rows see 1000 columns, the next 200 some of them and others, which all rows behind see. Closed after the first
     # rows the tiles are half a tile more, of so many columns and what a tile costs; that saves the columns not shared.
     shared = 100
-    columns = tuning.TILE_COST_COLUMNS + 2 * shared + more
+    columns = tile_costs.TILE_COST_COLUMNS + 2 * shared + more
     bands = rectangles([0, 64, 0, 1000], [64, 264, 1000 - shared, 1000 - shared + columns], [264, 400, 1000, 5000])
     starts = sorted(planner(bands, 400, 128, 128).tiles[:, 0].tolist())
     assert (64 in starts) == (more == 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_magi.backends.sm90 import tuning
+from megatron_magi.backends.tiles import costs as tile_costs
 from megatron_magi.mask import bands as bd
 
 
@@ -32,7 +32,7 @@ def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int, masked_cost: fl
             whole = -(-rows // block_m) + -left // block_m
             more = room / block_m if open_ended else whole  # tiles, if the open one is closed here
             masked = 0.0 if common or open_ended else masked_cost * columns
-            if more * (columns + tuning.TILE_COST_COLUMNS) <= columns - common + masked:
+            if more * (columns + tile_costs.TILE_COST_COLUMNS) <= columns - common + masked:
                 first = begin
                 starts.append(begin)
         full = (end - first - 1) // block_m

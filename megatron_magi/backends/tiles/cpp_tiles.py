@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_magi.backends.sm90 import tuning
-from megatron_magi.backends.sm90.passes import assign_passes
-from megatron_magi.backends.sm90.tiles import TilePlan
+from megatron_magi.backends.tiles import costs as tile_costs
+from megatron_magi.backends.tiles.passes import assign_passes
+from megatron_magi.backends.tiles.tiles import TilePlan
 from megatron_magi.mask import bands as bd
 from megatron_magi.runtime import cpp_library
 
@@ -67,8 +67,8 @@ def plan_tiles(
     """`tiles.plan_tiles` in C++, with equal results; only where this is `available`."""
     library = _library()
     assert library is not None
-    pass_cost = tuning.PASS_COST_BLOCKS * 128 / (block_n * packed)
-    costs = tuning.TILE_COST_COLUMNS, pass_cost, tuning.MASKED_COST if hide_tail else 0.0
+    pass_cost = tile_costs.PASS_COST_BLOCKS * 128 / (block_n * packed)
+    costs = tile_costs.TILE_COST_COLUMNS, pass_cost, tile_costs.MASKED_COST if hide_tail else 0.0
     shape = _Shape(num_rows, block_m, block_n, align, hide_tail, parts, *costs)
     bands = np.ascontiguousarray(bands, dtype=np.int64)
     counts = (_Int * 3)()

@@ -1,0 +1,4 @@
+"""Attention in Triton, for GPUs without kernels of their own here: from compute capability 8.0 on.
+
+Read `attention` first, which launches what is in `kernels` over the tables of a mask (`tables`).
+"""

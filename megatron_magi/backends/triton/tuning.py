@@ -1,0 +1,99 @@
+"""Sizes of tiles, warps and stages of the kernels, by kind of GPU.
+
+A kind is what bounds the choice: the shared memory that a thread block may use, and whether a warpgroup multiplies
+matrices from shared memory (compute capability 9.0) or each warp from registers. Sizes decide speed, never results.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+Kernel = Literal["forward", "query_gradient", "key_gradient"]
+Kind = Literal["small", "medium", "large", "hopper"]
+
+SHARED_BYTES: dict[Kind, int] = {"small": 99 << 10, "medium": 163 << 10, "large": 227 << 10, "hopper": 227 << 10}
+"""Shared memory of a thread block, by kind (CUDA C++ Programming Guide, technical specifications)."""
+
+_KINDS: dict[tuple[int, int], Kind] = {
+    (8, 0): "medium",
+    (8, 6): "small",
+    (8, 7): "medium",
+    (8, 9): "small",
+    (9, 0): "hopper",
+    (10, 0): "large",
+    (10, 3): "large",
+    (12, 0): "small",
+    (12, 1): "small",
+}
+
+
+def kind_of_capability(capability: tuple[int, int]) -> Kind:
+    """The kind of a compute capability; the smallest of one that is not known."""
+    return _KINDS.get(capability, "small")
+
+
+def kind_of(device: torch.device) -> Kind:
+    """The kind of a GPU; the smallest of GPUs that are not NVIDIA's, and of CPUs, on which kernels are interpreted."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "small"
+    return kind_of_capability(torch.cuda.get_device_capability(device))
+
+
+class Sizes(NamedTuple):
+    """Of one kernel.
+
+    Attributes:
+        rows: of a tile: queries, or keys for their gradients.
+        columns: of a block: keys, or queries.
+        warps: of a program.
+        stages: blocks that are loaded at a time.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that a head dim is filled up to."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def sizes(kernel: Kernel, kind: Kind, dims: tuple[int, int], itemsize: int) -> Sizes:
+    """The sizes of a kernel.
+
+    Args:
+        dims: head dims of q and k, and of v.
+        itemsize: bytes of an element.
+    """
+    dim = max(map(padded, dims))
+    if itemsize == 4:  # exact products of fp32 use no tensor cores: registers bound the tile
+        return Sizes(16, 16, 4, 1) if dim > 128 else Sizes(32, 32, 4, 1) if dim > 64 else Sizes(64, 32, 4, 1)
+    width = 64 if dim <= 64 else 128 if dim <= 128 else 256
+    return _SIZES[kind][kernel][width]
+
+
+# By head dim, filled up to 64, 128 or 256.
+_SMALL: dict[Kernel, dict[int, Sizes]] = {
+    # Of 99 KB: q, and two stages of k and v.
+    "forward": {64: Sizes(128, 64, 4, 2), 128: Sizes(128, 32, 4, 2), 256: Sizes(64, 32, 4, 1)},
+    "query_gradient": {64: Sizes(64, 64, 4, 2), 128: Sizes(64, 32, 4, 2), 256: Sizes(32, 32, 4, 1)},
+    "key_gradient": {64: Sizes(64, 64, 4, 2), 128: Sizes(64, 32, 8, 2), 256: Sizes(32, 32, 8, 1)},
+}
+_LARGE: dict[Kernel, dict[int, Sizes]] = {
+    "forward": {64: Sizes(128, 64, 4, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(64, 32, 4, 2)},
+    "query_gradient": {64: Sizes(128, 64, 8, 2), 128: Sizes(128, 64, 8, 2), 256: Sizes(64, 32, 4, 1)},
+    "key_gradient": {64: Sizes(128, 64, 8, 2), 128: Sizes(64, 64, 8, 2), 256: Sizes(32, 32, 8, 1)},
+}
+_HOPPER: dict[Kernel, dict[int, Sizes]] = {
+    # One warpgroup has 64 rows of a tile.
+    "forward": {64: Sizes(128, 64, 4, 3), 128: Sizes(128, 128, 8, 3), 256: Sizes(128, 64, 8, 2)},
+    "query_gradient": {64: Sizes(64, 32, 4, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(64, 32, 4, 2)},
+    "key_gradient": {64: Sizes(64, 64, 4, 3), 128: Sizes(64, 32, 4, 3), 256: Sizes(32, 32, 8, 1)},
+}
+_SIZES: dict[Kind, dict[Kernel, dict[int, Sizes]]] = {
+    "small": _SMALL, "medium": _LARGE, "large": _LARGE, "hopper": _HOPPER,
+}  # fmt: skip

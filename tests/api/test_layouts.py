@@ -1,0 +1,135 @@
+"""Keys of tokens that are distributed already: by name, by positions, and by torch's own context parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+
+from megatron_magi import api
+from megatron_magi.mask import builders
+from megatron_magi.mask.dense import dense_mask
+from tests.dense_attention import dense_attention
+
+TOTAL, HEADS, DIM = 64, (4, 2, 2), 8
+
+
+@pytest.fixture(autouse=True)
+def no_plans_left_over():
+    api.clear_cache()
+
+
+def qkv(total: int = TOTAL) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(total, n, DIM, generator=generator, dtype=torch.float64) for n in HEADS]
+
+
+def causal_key(num_ranks: int, total: int = TOTAL, **options) -> api.DistAttnRuntimeKey:
+    group = dist.group.WORLD if num_ranks > 1 else None
+    return api.magi_attn_flex_key([[0, total]], [[0, total]], "causal", total, total, cp_group_or_mesh=group, **options)
+
+
+def run_keys(rank: int, num_ranks: int) -> None:
+    """Local tensors as the layout says: nothing is dispatched to compute attention, and everything else works too."""
+    x, bounds = qkv(), [0, 16, 64]
+    turned = [list(range(at, TOTAL, num_ranks))[::-1] for at in range(num_ranks)]
+    turned[0] = [*turned[0], TOTAL]  # padding
+    group = dist.group.WORLD if num_ranks > 1 else None
+    keys = {
+        "contiguous": causal_key(num_ranks, layout="contiguous"),
+        "zigzag": causal_key(num_ranks, layout="zigzag"),
+        "positions": causal_key(num_ranks, layout=[torch.tensor(some) for some in turned]),
+        "documents": causal_key(num_ranks, layout="zigzag_documents", layout_cu_seqlens=bounds),
+        "varlen": api.magi_attn_varlen_key(
+            bounds, bounds, causal=True, cp_group_or_mesh=group, layout="zigzag_documents"
+        ),
+    }
+    assert len(set(keys.values())) == (5 if num_ranks > 1 else 3)
+    for name, key in keys.items():
+        positions = api.get_position_ids(key)
+        local = [t[positions].requires_grad_() for t in x]
+        for t, given in zip(local, x, strict=True):
+            kept = api.dispatch(torch.ones(TOTAL), key).bool()
+            assert torch.equal(api.dispatch(given, key)[kept], t[kept])
+        out, meta = api.calc_attn(*local, key, return_max_logits=True)
+        mask = dense_mask(builders.varlen(bounds) if name == "varlen" else builders.causal(TOTAL))
+        expected, lse = dense_attention(*x, mask)[:2]
+        torch.testing.assert_close(api.undispatch(out, key), expected)
+        torch.testing.assert_close(api.undispatch(meta.lse, key).double(), lse.view(TOTAL, -1), check_dtype=False)
+        rolled = api.roll(local[0].detach(), -1, 0, key)
+        torch.testing.assert_close(api.undispatch(rolled, key), x[0].roll(-1, 0))
+        window = api.make_varlen_key_for_new_mask_after_dispatch(
+            [0, TOTAL], [0, TOTAL], key_for_dispatch=key, window_size=(7, 0)
+        )
+        expected = dense_attention(*x, dense_mask(builders.sliding_window(left=7, right=0, cu_seqlens=[0, TOTAL])))[0]
+        torch.testing.assert_close(api.undispatch(api.calc_attn(*local, window)[0], window), expected)
+    assert keys["positions"].pad_size == 1 and keys["zigzag"].pad_size == 0
+    assert causal_key(num_ranks, layout="zigzag") == keys["zigzag"] != causal_key(num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_calc_attn_takes_tokens_where_they_are(ranks, num_ranks: int) -> None:
+    ranks(num_ranks, run_keys)
+
+
+def run_different(rank: int, num_ranks: int) -> None:
+    x = [t[:16] for t in qkv()]
+    key = causal_key(num_ranks, layout="zigzag" if rank != 1 else "contiguous")
+    with pytest.raises(RuntimeError, match="plan: ranks disagree"):
+        api.calc_attn(*x, key)
+    wrong = [list(range(at, at + 16))[::-1] for at in range(0, TOTAL, 16)]
+    if rank == 2:
+        wrong[0][-1] = 1
+        with pytest.raises(ValueError, match=r"^layout: position 1 is held 2 times, position 0 never"):
+            causal_key(num_ranks, layout=wrong)
+        return
+    key = causal_key(num_ranks, layout=wrong)
+    with pytest.raises(RuntimeError, match="rank 2"):
+        api.calc_attn(*x, key)
+
+
+def test_layouts_that_differ_are_one_message_on_all_ranks(ranks) -> None:
+    ranks(4, run_different)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "ring"}, "layout: expected one of contiguous, zigzag"),
+        ({"layout": [[0], [1]]}, "layout: expected positions for each of 1 ranks"),
+        ({"layout": "zigzag", "chunk_size": 8}, "chunk_size: 8, but layout says"),
+        ({"layout": "zigzag_documents"}, "layout_cu_seqlens: bounds of documents"),
+        ({"layout": "zigzag", "layout_cu_seqlens": [0, 64]}, "layout_cu_seqlens: bounds of documents"),
+        ({"layout_cu_seqlens": [0, 64]}, "layout_cu_seqlens: bounds of documents"),
+        ({"layout": [list(range(TOTAL))], "pad_size": 2}, "pad_size: got 2, but the layout has 0 rows"),
+    ],
+)
+def test_what_contradicts_a_layout_is_refused(options, message) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        causal_key(1, **options)
+
+
+def run_torch_sharding(rank: int, num_ranks: int) -> None:
+    x, mesh = qkv(), init_device_mesh("cpu", (num_ranks,))
+    weight = torch.randn(TOTAL, HEADS[0], DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole = [t.clone().requires_grad_() for t in x]
+    expected = dense_attention(*whole, dense_mask(builders.causal(TOTAL)))[0]
+    expected.backward(weight)
+    buffers, positions = [*(t.clone() for t in x), weight.clone()], torch.arange(TOTAL)
+    key = causal_key(num_ranks, layout="zigzag")
+    with context_parallel(mesh, buffers=[*buffers, positions], buffer_seq_dims=[0] * 5):
+        local = [t.clone().requires_grad_() for t in buffers[:3]]
+        assert torch.equal(positions, api.get_position_ids(key))
+        out, _ = api.calc_attn(*local, key)
+        out.backward(buffers[3])
+        rows = positions.clone()
+    torch.testing.assert_close(out, expected[rows])
+    for t, given in zip(local, whole, strict=True):
+        torch.testing.assert_close(t.grad, given.grad[rows])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_sharding_of_torch_is_the_zigzag_layout(ranks, num_ranks: int) -> None:
+    ranks(num_ranks, run_torch_sharding)

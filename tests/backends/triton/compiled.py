@@ -1,0 +1,102 @@
+"""Kernels compiled for GPUs that need not be there, and what they take of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron_magi.backends.triton import kernels
+from megatron_magi.backends.triton.tuning import Kernel, Sizes, kind_of_capability, padded, sizes
+
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_FUNCTIONS = {
+    "forward": kernels.forward_kernel,
+    "query_gradient": kernels.query_gradient_kernel,
+    "key_gradient": kernels.key_gradient_kernel,
+}
+
+
+class Usage(NamedTuple):
+    """Bytes of shared memory of a thread block; registers, and bytes of them that are spilled, of a thread."""
+
+    shared: int
+    registers: int
+    spilled: int
+
+
+def usage(
+    kernel: Kernel,
+    capability: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    special: bool = False,
+    found: Sizes | None = None,
+) -> Usage:
+    """Compiles a kernel.
+
+    Args:
+        special: with softcap, sink, merging and largest logits; gradients are added to.
+        found: its sizes, in place of those of `tuning`.
+    """
+    found = found or sizes(kernel, kind_of_capability(capability), dims, dtype.itemsize)
+    constants = {
+        "GROUP": 4, "DK": dims[0], "DV": dims[1], "PAD_K": padded(dims[0]), "PAD_V": padded(dims[1]),
+        "ROWS": found.rows, "COLUMNS": found.columns, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "CAPPED": special, "HAS_SINK": special, "MERGES": special, "KEEPS_MAX": special, "ADDS": special,
+    }  # fmt: skip
+    function = _FUNCTIONS[kernel]
+    names = function.arg_names
+    signature, attributes = {}, {}
+    for i, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in ("q", "k", "v", "dout", "out", "dq", "dk", "dv"):
+            signature[name] = "*" + _TYPES[dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif name in ("lse", "row_max", "sink", "delta"):
+            signature[name] = "*fp32"
+        elif name in ("tiles", "passes", "bounds"):
+            signature[name] = "*i32"
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif name in ("scale", "cap", "softmax_scale"):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if name.split("_")[-1] in ("row", "head") and name.split("_")[0] in ("q", "k", "v", "dout", "out"):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        function, signature, constexprs={(names.index(n),): v for n, v in constants.items() if n in names},
+        attrs=attributes,
+    )  # fmt: skip
+    arch = 10 * capability[0] + capability[1]
+    made = triton.compile(
+        source,
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": found.warps, "num_stages": found.stages},
+    )
+    return Usage(made.metadata.shared, *_of_ptx(made.asm["ptx"]))
+
+
+def _of_ptx(ptx: str) -> tuple[int, int]:
+    """Registers and spilled bytes by the assembler that Triton brings."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    target = re.search(r"^\.target\s+(\S+?)(,|$)", ptx, re.MULTILINE)
+    assert target is not None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        tool = get_ptxas(int(re.sub(r"\D", "", target.group(1)))).path
+        command = [tool, "-v", f"--gpu-name={target.group(1)}", str(path), "-o", str(path.with_suffix(".cubin"))]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", told))
+    return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", told))

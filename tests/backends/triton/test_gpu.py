@@ -1,0 +1,71 @@
+"""The kernels in Triton as users call them, on random masks with random options, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_magi.mask import builders
+from megatron_magi.ops.slice_attention import slice_attention
+from tests.backends.sm90.test_masks import HEADS, check
+from tests.ops.naive import Case, masks, packed_causal
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.timeout(600)  # kernels are compiled for each number of heads and each option
+@pytest.mark.parametrize(
+    "dims, dtype",
+    [
+        *(((dim, dim), dtype) for dim in (64, 128) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+        ((192, 128), torch.bfloat16),
+        ((256, 256), torch.bfloat16),
+        ((96, 40), torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("softcap, sink", [(0.0, None), (1.5, "sh"), (0.0, "ssh")])
+@settings(max_examples=8)
+@given(mask=masks(longest=400), heads=st.sampled_from(HEADS[2:4]), seed=st.integers(0, 99))
+def test_random_masks_and_options_match_fp64(dims, dtype, softcap, sink, mask, heads, seed):
+    check(Case(mask, *heads, *dims, softcap=softcap, sink=sink, dtype=dtype, device="cuda", seed=seed), "triton")
+
+
+def test_results_are_bitwise_repeatable():
+    case = Case(packed_causal([300, 7, 450, 63]), 2, 4, 128, 128, sink="sh", dtype=torch.bfloat16, device="cuda")
+
+    def attend(q, k, v, sink):
+        out, meta = slice_attention(q, k, v, case.mask, sink=sink, return_max_logits=True, impl="triton")
+        return out, meta.lse, meta.max_logits
+
+    first, second = case.run(attend), case.run(attend)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_new_mask_compiles_nothing():
+    from megatron_magi.backends.triton import kernels
+
+    compiled = (kernels.forward_kernel, kernels.query_gradient_kernel, kernels.key_gradient_kernel)
+    counts = []
+    for lengths in ([100, 28], [1, 300, 16], [128], [4096, 512, 3], *([n, 64] for n in range(1, 996))):
+        q, k, v = (
+            torch.randn(sum(lengths), heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for heads in (4, 2, 2)
+        )
+        slice_attention(q, k, v, builders.varlen(doc_lengths=lengths, causal=True), impl="triton")[0].sum().backward()
+        counts.append(sum(len(cache[0]) for kernel in compiled for cache in kernel.device_caches.values()))
+    assert counts[0] == counts[-1], "kernels were compiled for a mask"
+
+
+@pytest.mark.parametrize("num_rows, num_keys", [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_attend_to(num_rows, num_keys):
+    q = torch.randn(num_rows, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k = torch.randn(num_keys, 1, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
+
+    none = torch.zeros(0, 2, dtype=torch.int32)
+    out, meta = flex_flash_attn_func(q, k, k, none, none, none[:, 0], impl="triton")
+    out.sum().backward()
+    assert not out.any() and meta.lse.isneginf().all() and not q.grad.any() and not k.grad.any()

@@ -1,0 +1,75 @@
+"""The kernels' arithmetic without a GPU: interpreted on the CPU, in a process of its own, against the definition."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+PROGRAM = """
+import tests.backends.triton.interpreted
+import torch
+from megatron_magi.mask import AttnMask, builders
+from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
+
+
+def results(impl, mask, heads, dims, dtype, sinks, softcap):
+    draw = torch.Generator().manual_seed(1)
+    n, (hq, hkv), (dk, dv) = mask.total_seqlen_q, heads, dims
+    q, k, v, dout = (
+        torch.randn(n, h, d, generator=draw).to(dtype) for h, d in ((hq, dk), (hkv, dk), (hkv, dv), (hq, dv))
+    )
+    sink = {0: None, 1: torch.randn(2, hq, generator=draw), 2: torch.randn(n, 1, hq, generator=draw)}[sinks]
+    if sinks == 1:
+        sink[:, 0] = torch.inf
+    common = {"impl": impl, "softcap": softcap}
+    if impl == "reference":
+        q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    out, lse, largest = slice_attention_forward(
+        q, k, v, mask.bands, sink=sink, return_max_logits=True, **common
+    )
+    # A second result over the same keys is merged into the first.
+    merged, merged_lse = out.to(lse.dtype, copy=True), lse.clone()
+    slice_attention_forward(q, k, v, mask.bands, out=merged, lse=merged_lse, **common)
+    grads = slice_attention_backward(
+        dout, q, k, v, lse, row_delta(dout, out), mask.bands, grad_dtype=lse.dtype, **common
+    )
+    before = [torch.full_like(g, 0.5) for g in grads]
+    added = slice_attention_backward(
+        dout, q, k, v, lse, row_delta(dout, out), mask.bands, dq=before[0], dk=before[1], dv=before[2], **common
+    )
+    names = ("out", "lse", "largest", "merged", "merged_lse", "dq", "dk", "dv", "dq+", "dk+", "dv+")
+    return dict(zip(names, (out, lse, largest, merged, merged_lse, *grads, *added)))
+
+
+documents = builders.varlen(doc_lengths=[30, 1, 50, 40], causal=True)
+gaps = AttnMask([(0, 40, 10, 60, 1), (40, 70, 0, 25, 0), (40, 70, 30, 64, 2), (90, 110, 100, 121, 3)], 121)
+CASES = [
+    (documents, (2, 1), (32, 32), torch.float32, 0, 0.0),
+    (builders.varlen(doc_lengths=[100], causal=False), (2, 2), (24, 40), torch.float32, 2, 0.0),
+    (builders.sliding_window(130, 20, 0), (2, 1), (64, 64), torch.float16, 1, 5.0),
+    (gaps, (3, 1), (16, 16), torch.float32, 1, 0.0),
+    (builders.varlen(doc_lengths=[70, 3], causal=True), (2, 1), (192, 128), torch.float16, 0, 0.0),
+]
+for case in CASES:
+    got, exact = (results(impl, *case) for impl in ("triton", "reference"))
+    for name in ("lse", "largest", "merged_lse"):
+        torch.testing.assert_close(got[name].double(), exact[name], atol=2e-5, rtol=2e-5, msg=f"{case[1:]} {name}")
+    for name in got.keys() - {"lse", "largest", "merged_lse"}:
+        assert got[name].isfinite().all(), f"{case[1:]} {name}"
+        error = float((got[name].double() - exact[name]).norm() / exact[name].norm().clamp(min=1e-3))
+        # Products of fp16 round probabilities to it, as all kernels do.
+        assert error < (1e-6 if case[3] == torch.float32 else 1e-3), f"{case[1:]} {name}: {error:.1e}"
+print("compared", len(CASES))
+"""
+
+
+def test_interpreted_kernels_compute_the_definition():
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split()[-2:] == ["compared", "5"]

@@ -1,0 +1,61 @@
+"""Arrays that go to a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_magi.runtime.upload import upload
+
+CYCLES = 200_000_000
+"""Of the clock: about a tenth of a second."""
+
+
+def some_arrays(seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 9, 1000), rng.integers(0, 9, (7, 3)).astype(np.int32), np.empty(0, dtype=np.int64)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_arrays_arrive_as_they_are(device):
+    for array, tensor in zip(some_arrays(), upload(some_arrays(), device), strict=True):
+        assert tensor.device.type == device and tensor.shape == array.shape
+        np.testing.assert_array_equal(tensor.cpu().numpy(), array)
+    assert not len(upload([], device))
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_what_is_queued_and_any_stream_may_use_the_copy():
+    upload(some_arrays(), "cuda")  # makes the stream
+    other, queued = torch.cuda.Stream(), torch.cuda.Event()
+    torch.cuda._sleep(CYCLES)
+    queued.record()
+    copy = upload(some_arrays(), "cuda")[0]
+    with torch.cuda.stream(other):
+        seen = copy.clone()
+    other.synchronize()
+    assert not queued.query(), "it has waited"
+    np.testing.assert_array_equal(seen.cpu().numpy(), some_arrays()[0])
+
+
+@pytest.mark.gpu
+def test_memory_that_queued_work_still_reads_is_not_used_again():
+    for turn in range(3):
+        copies = upload(some_arrays(turn), "cuda")
+        torch.cuda._sleep(CYCLES)
+        seen = copies[0].clone()  # after the pause
+        del copies
+        others = [upload(some_arrays(100 + i), "cuda") for i in range(20)]
+        np.testing.assert_array_equal(seen.cpu().numpy(), some_arrays(turn)[0])
+        del others
+
+
+@pytest.mark.gpu
+def test_nothing_is_copied_while_a_graph_is_captured():
+    def capture() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            upload(some_arrays(), "cuda")
+
+    with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
+        capture()
