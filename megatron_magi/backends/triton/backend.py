@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -43,11 +47,28 @@ class TritonKernels(Backend):
             if capability < _LEAST_CAPABILITY:
                 least, found = ("{}.{}".format(*x) for x in (_LEAST_CAPABILITY, capability))
                 return f"q: impl 'triton' needs compute capability {least}, this GPU has {found}; use {instead}"
+        if device.type == "cuda" and (missing := _missing_of_compiler()):
+            return f"q: impl 'triton' needs {missing}, with which Triton builds what launches kernels; use {instead}"
         if dtype not in _DTYPES:
             return f"q: impl 'triton' takes fp16, bf16 and fp32, got {dtype}; use {instead}"
         if max(dims) > _MOST_DIM:
             return f"q: impl 'triton' takes head dims up to {_MOST_DIM}, got {dims[0]} and {dims[1]}; use {instead}"
         return None
+
+
+@cache
+def _missing_of_compiler() -> str | None:
+    """What is not there of what Triton builds its launcher with; None if all is."""
+    from triton import knobs
+
+    if knobs.build.impl is not None:
+        return None
+    if not any(map(shutil.which, ("gcc", "clang", "cc"))):
+        return "a C compiler"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    if not (Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h").exists():
+        return "Python's headers (Python.h)"
+    return None
 
 
 def _is_interpreted() -> bool:
