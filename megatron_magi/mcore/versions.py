@@ -8,7 +8,7 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
-KNOWN_VERSIONS = ("0.18.0", "0.18.2", "0.19.0", "0.19.2")
+KNOWN_VERSIONS = ("0.18.2", "0.19.0", "0.19.2")
 """Ascending. Of these the last is what the project is developed with."""
 
 
