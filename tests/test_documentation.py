@@ -86,15 +86,18 @@ def test_the_gallery_of_masks_is_what_its_script_makes():
 
 
 @pytest.mark.ranks(2)
-def test_the_page_of_megatron_begins_with_a_command_that_trains(tmp_path):
-    (command,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/megatron.md").read_text(), flags=re.DOTALL)
-    words = command.replace("\\\n", " ").split()
-    assert (
-        words[:5] == ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2"] and (ROOT / words[5]).exists()
-    )
-    words = [str(ROOT / word) if word.startswith("configs/") else word for word in words[6:]]
+@pytest.mark.parametrize("number, script", [(0, "pretrain_gpt.py"), (1, "pretrain_hybrid.py")])
+def test_commands_of_the_page_of_megatron_train(tmp_path, number, script):
+    commands = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/megatron.md").read_text(), flags=re.DOTALL)
+    assert len(commands) == 2
+    words = commands[number].replace("\\\n", " ").split()
+    assert words[:6] == [
+        "python", "-m", "torch.distributed.run", "--nproc-per-node", "2", f"pretrain_scripts/{script}",
+    ]  # fmt: skip
+    words = [str(ROOT / word) if word.startswith("configs/") else word.strip('"') for word in words[6:]]
     on_gpus = ["--distributed-backend", "nccl", "--bf16"] if torch.cuda.is_available() else []
-    losses = list(launch([*words, *on_gpus], 2, workdir=tmp_path).losses.values())
+    script = str(ROOT / "pretrain_scripts" / script)
+    losses = list(launch([*words, *on_gpus], 2, script=script, workdir=tmp_path).losses.values())
     assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
 
 
