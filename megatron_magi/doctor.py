@@ -15,7 +15,7 @@ from megatron_magi.backends import registry
 from megatron_magi.comm.peers import MAX_RANKS
 from megatron_magi.cuda.shared_memory import are_linked
 from megatron_magi.cuda.target import PEER_CAPABILITIES, capabilities, target_of
-from megatron_magi.mcore.versions import KNOWN_VERSIONS, check_version
+from megatron_magi.mcore.versions import untested
 from megatron_magi.plan import native
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -121,11 +121,8 @@ def _versions(gpus: list[Gpu], problems: list[str]) -> list[str]:
     for package, how in PACKAGES.items():
         found = installed(package)
         lines.append(f"{package} {found}" if found else f"{package}: not installed{f' ({how})' if how else ''}")
-    if (found := installed("megatron-core")) is not None:
-        try:
-            check_version(found)
-        except ValueError as error:
-            problems.append(f"{error} (others: {', '.join(KNOWN_VERSIONS)})")
+    if (found := installed("megatron-core")) is not None and (message := untested(found)):
+        problems.append(message)
     if gpus and installed("triton") is None:
         problems.append(f"triton: not installed, {PACKAGES['triton']}")
     return lines

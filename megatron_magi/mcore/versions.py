@@ -45,14 +45,18 @@ def check_version(found: str | None = None) -> None:
     Raises:
         ValueError: there is no megatron-core.
     """
-    if found is None:
-        found = found_version()
-    if found.partition("+")[0] not in KNOWN_VERSIONS:
-        warnings.warn(
-            f"megatron-core: version {found} was not tested with megatron_magi, which knows "
-            f"{', '.join(KNOWN_VERSIONS)}; it trains if what megatron_magi touches is found unchanged",
-            stacklevel=2,
-        )
+    if message := untested(found_version() if found is None else found):
+        warnings.warn(message, stacklevel=2)
+
+
+def untested(found: str) -> str | None:
+    """What to say of a version of megatron-core that was not tested; None of one that was."""
+    if found.partition("+")[0] in KNOWN_VERSIONS:
+        return None
+    return (
+        f"megatron-core: version {found} was not tested with megatron_magi, which knows {', '.join(KNOWN_VERSIONS)}; "
+        "it trains if what megatron_magi touches is found unchanged"
+    )
 
 
 def release(version: str) -> tuple[int, ...]:
