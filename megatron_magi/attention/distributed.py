@@ -250,7 +250,8 @@ def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
         if key not in known and (plan.cp_size == 1 or earlier.group_ref() is not None):
             call = known[key] = _make_call(earlier.template, plan)
             _make_room(*call.template.layouts[1:], call, plan)
-            call.make_ready()
+            if call.backend.programs is not None:
+                call.make_ready()
 
 
 def _make_room(k: torch.Tensor, v: torch.Tensor, call: CachedCall, plan: RankPlan) -> None:
