@@ -19,9 +19,9 @@ from megatron_magi.calibration import calibration_file, kept, present_rates, wit
 from megatron_magi.calibration.fit import fit_kernels
 from megatron_magi.calibration.measure import masks
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig
+from megatron_magi.cost_model import Rates
 from megatron_magi.plan.counts import count
 from megatron_magi.plan.predict import kernels_us
-from megatron_magi.rates import Rates
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 

@@ -14,7 +14,7 @@ from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import Plan, make_plan, native, swaps
 from megatron_magi.plan.affinity import search
-from megatron_magi.plan.balance import _even, candidates
+from megatron_magi.plan.dispatch import _even, candidates
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.traffic import Start, Traffic
 

@@ -17,9 +17,9 @@ from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapC
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_bands, dense_mask
 from megatron_magi.plan import dispatch_from_chunks, make_dispatch, make_plan, native, predict
-from megatron_magi.plan.balance import candidates, fastest, predictions
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.counts import Counts, count
+from megatron_magi.plan.dispatch import candidates, fastest, predictions
 from megatron_magi.plan.partition import areas_by_place, partition
 
 from .test_plan import LONG, masks, uneven_lengths

@@ -22,7 +22,7 @@ from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiC
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import RankPlan, make_plan
 from megatron_magi.testing.spawn import run_ranks
-from tests.attention.test_capturable_plans import (
+from tests.attention.test_cuda_graph import (
     CPU,
     ONE_STAGE,
     attend,
