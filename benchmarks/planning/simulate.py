@@ -41,7 +41,7 @@ from megatron_magi.backends.sm90.cost import H100
 from megatron_magi.config import DispatchConfig, OverlapConfig
 from megatron_magi.cost_model import Rates
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.plan import Dispatch, native
+from megatron_magi.plan import Dispatch, cpp_solver
 from megatron_magi.plan.counts import Counts, count
 from megatron_magi.plan.plan import make_dispatch
 from megatron_magi.plan.predict import Prediction, predict
@@ -103,7 +103,7 @@ def rows_between_nodes(mask: AttnMask, dispatch: Dispatch, ranks_per_node: int) 
     num_nodes = dispatch.cp_size // ranks_per_node
     if num_nodes < 2:
         return 0.0
-    counts = native.count if native.available() else count
+    counts = cpp_solver.count if cpp_solver.available() else count
     nodes = dispatch.chunk_rank // ranks_per_node
     return float(counts(mask, dispatch.chunk_bounds, nodes, num_nodes, 1).received.sum()) / dispatch.cp_size
 
