@@ -107,13 +107,13 @@ def test_ranks_reach_each_others_memory_on_one_host_with_hopper_gpus(said, reaso
 
 
 def meet(rank, num_ranks):
-    meeting = peers.Meeting(dist.group.WORLD)
-    assert meeting.gather({"rank": rank}) == [{"rank": r} for r in range(num_ranks)]
-    assert peers.Meeting(dist.group.WORLD).gather(rank) == list(range(num_ranks))  # another generation
-    meeting.timeout_s = 0.3
+    rendezvous = peers.Rendezvous(dist.group.WORLD)
+    assert rendezvous.gather({"rank": rank}) == [{"rank": r} for r in range(num_ranks)]
+    assert peers.Rendezvous(dist.group.WORLD).gather(rank) == list(range(num_ranks))  # another generation
+    rendezvous.timeout_s = 0.3
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"rank 1 of the group \(global rank 1\) did not arrive within 0.3 s"):
-            meeting.gather(None)
+            rendezvous.gather(None)
 
 
 def test_a_rank_that_does_not_meet_the_others_is_named(ranks):

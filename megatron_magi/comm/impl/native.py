@@ -33,7 +33,7 @@ from megatron_magi.comm.peer_kernels import (
     put_kernel,
 )
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
-from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
+from megatron_magi.comm.peers import MAX_RANKS, PEERS, PeerMemory, Rendezvous, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_in, rows_of, vector_of, widest, with_rows
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
@@ -70,8 +70,10 @@ class _Exchange(NamedTuple):
 class Native:
     """An `Adder` for the ranks of one group; made by `native_of`."""
 
-    def __init__(self, group: dist.ProcessGroup, meeting: Meeting, memory: PeerMemory, device: torch.device) -> None:
-        self._meeting, self._memory, self._device = meeting, memory, device
+    def __init__(
+        self, group: dist.ProcessGroup, rendezvous: Rendezvous, memory: PeerMemory, device: torch.device
+    ) -> None:
+        self._rendezvous, self._memory, self._device = rendezvous, memory, device
         self._notice = memoryview(memory.notice.numpy())
         self._room = Room(memory, functools.partial(is_capturing, device))
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -224,7 +226,7 @@ class Native:
     def _own_memory(self) -> tuple[int, int, int, int]:
         """Addresses of this rank's slots, flags and notice, and the timeout in nanoseconds."""
         numbers = PEERS.unpack(self._memory.packed)
-        rank = self._meeting.rank
+        rank = self._rendezvous.rank
         return numbers[rank], numbers[MAX_RANKS + rank], numbers[2 * MAX_RANKS], numbers[2 * MAX_RANKS + 2]
 
     def failure(self) -> str | None:
@@ -232,16 +234,15 @@ class Native:
         if not any(self._notice[:5]):
             return None
         absent, part = self._notice[1], self._notice[4]
-        waited = (
-            f"attention of {self._meeting.names([self._meeting.rank])} waited for part {part} of the keys it fetches"
-        )
+        this_rank = self._rendezvous.names([self._rendezvous.rank])
+        waited = f"attention of {this_rank} waited for part {part} of the keys it fetches"
         if absent:
-            names = self._meeting.names([absent - 1])
-            text = f"group collective: {names} did not arrive within {self._meeting.timeout_s:g} s"
+            names = self._rendezvous.names([absent - 1])
+            text = f"group collective: {names} did not arrive within {self._rendezvous.timeout_s:g} s"
             return f"{text}; {waited}" if part else text
         if self._notice[0]:
             return "group collective: the group was ended by an earlier error"
-        return f"group collective: {waited} for {self._meeting.timeout_s:g} s" if part else None
+        return f"group collective: {waited} for {self._rendezvous.timeout_s:g} s" if part else None
 
     def is_captured(self) -> bool:
         """Whether CUDA graphs hold launches."""
@@ -490,10 +491,10 @@ def present_native(group: dist.ProcessGroup) -> Native | None:
 
 
 def _decide(group: dist.ProcessGroup, device: torch.device) -> tuple[Native | None, str]:
-    meeting = Meeting(group)
+    rendezvous = Rendezvous(group)
     others = list(_of_device(device))
-    reason = refusal_of_host(meeting, device, len(others), any(other.is_captured() for other in others))
+    reason = refusal_of_host(rendezvous, device, len(others), any(other.is_captured() for other in others))
     if reason is not None:
         return None, reason
-    memory, reason = PeerMemory.make(meeting, device)
-    return (None if memory is None else Native(group, meeting, memory, device)), reason
+    memory, reason = PeerMemory.make(rendezvous, device)
+    return (None if memory is None else Native(group, rendezvous, memory, device)), reason
