@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.collective_checks import add_guard
-from megatron_magi.comm.movement import Into, Started
+from megatron_magi.comm.movement import FlatRows, Into, Started
 from megatron_magi.comm.peer_kernels import (
     Launch,
     blocks_apart,
@@ -106,47 +106,25 @@ class Native:
             raise RuntimeError(failure)
         return self._room.refusal(layout, most_rows)
 
-    def cast(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        kept: bool = False,
-        into: Into | None = None,
-    ) -> Started:
+    def cast(self, rows: FlatRows, into: Into | None = None) -> Started:
         """See `megatron_magi.comm.movement.PlacingMover`."""
-        out, index = into or (layout.new_tensors(args.num_recv, args.device), None)
-        work, held = self._run(_CAST, tensors, args, layout, rows_of(out, layout.sizes), kept=kept, index=index)
+        out, index = into or (rows.layout.new_tensors(rows.args.num_recv, rows.args.device), None)
+        work, held = self._run(_CAST, rows, rows_of(out, rows.layout.sizes), index=index)
         return Started((work,), (*out, *held), lambda: list(out))
 
     def give_back(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        kept: bool = False,
-        index: torch.Tensor | None = None,
-        received: torch.Tensor | None = None,
+        self, rows: FlatRows, index: torch.Tensor | None = None, received: torch.Tensor | None = None
     ) -> Started:
         """See `megatron_magi.comm.movement.PlacingMover`."""
-        received = layout.new_buffer(args.num_send, tensors[0].device) if received is None else received
-        results = rows_in(received, layout)
-        work, held = self._run(_GIVE_BACK, tensors, args, layout, results, kept=kept, index=index)
+        if received is None:
+            received = rows.layout.new_buffer(rows.args.num_send, rows.tensors[0].device)
+        work, held = self._run(_GIVE_BACK, rows, rows_in(received, rows.layout), index=index)
         return Started((work,), (received, *held), lambda: received)
 
-    def add(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        into: Sequence[torch.Tensor],
-        kept: bool = False,
-        index: torch.Tensor | None = None,
-    ) -> Started:
+    def add(self, rows: FlatRows, into: Sequence[torch.Tensor], index: torch.Tensor | None = None) -> Started:
         """`give_back` and the addition to ``into`` in one; the result is a list of these tensors."""
-        types = layout.dtypes[0], into[0].dtype
-        results = rows_of(into, layout.sizes_in(types[1]))
-        work, held = self._run(_ADD, tensors, args, layout, results, types, kept, index)
+        types = rows.layout.dtypes[0], into[0].dtype
+        work, held = self._run(_ADD, rows, rows_of(into, rows.layout.sizes_in(types[1])), types, index)
         return Started((work,), (*into, *held), lambda: list(into))
 
     def arriving(
@@ -259,32 +237,27 @@ class Native:
     def _run(
         self,
         kind: str,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
+        sent: FlatRows,
         results: list[Rows],
         types: tuple[torch.dtype, ...] = (),
-        kept: bool = False,
         index: torch.Tensor | None = None,
     ) -> tuple[_Done, list[torch.Tensor]]:
-        """Sends rows of ``tensors`` to the ranks that need them, and receives theirs, on a side stream.
+        """Sends rows to the ranks that need them, and receives theirs, on a side stream.
 
         Args:
             kind: `_CAST`, `_GIVE_BACK` or `_ADD`.
-            tensors: tensors to send.
-            args: which rows are sent where.
-            layout: of ``tensors``.
+            sent: the rows; unless ``kept``, they are read on the current stream.
             results: destination of received rows.
             types: dtypes of the sent rows and of the rows to which they are added; empty if rows are copied.
-            kept: ``tensors`` do not change until the call is complete; else they are read on the current stream.
             index: of result rows of a cast, or of the rows that go back; see `PlacingMover`.
 
         Returns:
             The end of the call, and the objects that must live until then.
         """
+        _, args, layout, kept = sent
         captures = is_capturing(self._device)
         kept = kept and not captures  # in a graph, calls are ordered by its streams
-        tensors = [with_rows(x) for x in tensors]
+        tensors = [with_rows(x) for x in sent.tensors]
         rows = rows_of(tensors, layout.sizes)
         exchange = _Exchange(kind, types, _BOTH if kept else _APART, _address(index))
         launches = self._exchanges(exchange, args, layout, rows, results)
