@@ -554,25 +554,11 @@ class Sparse(Protocol):
         """Query heads, of a ``group`` that shares a key head, that a tile of rows of a mask's ranges can hold."""
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pattern: SparsePattern,
-        softmax_scale: float,
-        *,
-        sink_lse: Tensor | None,
-        return_max_logits: bool,
+        self, inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``(out, lse, max_logits)`` of checked arguments."""
+        """``(out, lse, max_logits)`` of checked arguments; max_logits is None unless asked for."""
 
     def backward(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-        lse: Tensor,
-        delta: Tensor,
-        pattern: SparsePattern,
-        softmax_scale: float,
-        deterministic: bool,
+        self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv; ``tensors``: q, k, v and dout."""
+        """dq, dk and dv; lse and delta of ``inputs`` are those of the forward over the same pattern."""
