@@ -38,6 +38,22 @@ Kernels = list[tuple[str, tuple[str, ...]]]
 """Kernels to compile: source, relative to the folder of CUDA sources, and macros of each."""
 
 
+class ModelKind(NamedTuple):
+    """What of a model's attention kernels are compiled for.
+
+    Attributes:
+        dtype: of q, k and v.
+        dims: head dims of q and k, and of v.
+        group: query heads of a key head.
+        deterministic: bitwise repeatable results.
+    """
+
+    dtype: torch.dtype
+    dims: tuple[int, int]
+    group: int
+    deterministic: bool
+
+
 class CachedPass(Protocol):
     """The launches of a pass that a backend keeps in the cache of `Backend.forward` and `Backend.backward`."""
 
@@ -167,26 +183,15 @@ class Backend(ABC):
         raise NotImplementedError
 
     @staticmethod
-    def kernels(
-        dtype: torch.dtype,
-        dims: tuple[int, int],
-        group: int,
-        *,
-        deterministic: bool,
-        fused: bool = False,
-        captured: bool = False,
-    ) -> Kernels:
+    def kernels(model: ModelKind, *, fused: bool = False, captured: bool = False) -> Kernels:
         """Kernels that attention can use under any mask, to be compiled ahead.
 
         Args:
-            dtype: of q, k and v.
-            dims: head dims of q and k, and of v.
-            group: query heads of a key head.
-            deterministic: bitwise repeatable results.
+            model: whose attention it is.
             fused: only those that wait for fetched keys.
             captured: only those that read a mask's numbers from memory.
         """
-        del dtype, dims, group, deterministic, fused, captured
+        del model, fused, captured
         return []
 
     @staticmethod
