@@ -47,7 +47,7 @@ _SEND, _TAKE = 1, 2  # Role of put.cuh
 _BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
 
 _CAST, _GIVE_BACK, _ADD, _GET = "cast", "give back", "add", "get"
-_BROKEN, _ANNOUNCED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 5)
+_BROKEN, _GET_CALL = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 5)
 """Bytes into Control of peers.cuh."""
 
 
@@ -153,7 +153,7 @@ class Native:
         overlaps = len(_of_device(self._device)) == 1
         notice, timeout_ns = own[2:]
         return Arriving(
-            into, places, launch.step(sources, places), control + _ANNOUNCED, self._flags.data_ptr(), control + _BROKEN,
+            into, places, launch.step(sources, places), control + _GET_CALL, self._flags.data_ptr(), control + _BROKEN,
             notice, timeout_ns, overlaps,
         )  # fmt: skip
 
