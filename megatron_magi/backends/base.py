@@ -15,7 +15,7 @@ Nothing outside the folder of a backend imports it, except `megatron_magi.backen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
@@ -54,21 +54,12 @@ class ModelKind(NamedTuple):
     deterministic: bool
 
 
-class CachedPass(Protocol):
-    """The launches of a pass that a backend keeps in the cache of `Backend.forward` and `Backend.backward`."""
-
-    def make(self, bands: np.ndarray, num_keys: int) -> CachedPass:
-        """The same for another mask with ``num_keys`` keys."""
-
-
 class Backend(ABC):
     """An implementation of attention over bands.
 
     Attributes:
         name: value of ``impl`` that selects it.
         title: its kernels in words, for logs.
-        caches_passes: both passes and `row_delta` take a dictionary ``memo``, in which they keep what calls that
-            differ in addresses alone share (`CachedPass`).
         takes_out: the backward takes the output of the forward over all keys and sinks, in the dtype of q, as ``out``,
             and then needs no delta.
         tables, programs, capture, sparse: what else it offers, see the module.
@@ -76,7 +67,6 @@ class Backend(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str] = "kernels"
-    caches_passes: ClassVar[bool] = False
     takes_out: ClassVar[bool] = False
     tables: ClassVar[HostTables | None] = None
     programs: ClassVar[Programs | None] = None
@@ -127,7 +117,7 @@ class Backend(ABC):
             options: of the call.
             output: out, lse, and whether they hold a result over other keys into which this one is merged.
             return_max_logits: return the largest visible logit of each head, ``[num_heads_q]``.
-            hints: ``memo``, if `caches_passes`.
+            hints: ``program``, of this mask, if it has `programs`.
 
         Raises:
             ValueError: it does not take such tensors, or such a mask.
@@ -147,16 +137,15 @@ class Backend(ABC):
             inputs: q, k, v, dout, and lse and delta over all keys and sinks of a row.
             bands, options: as in `forward`.
             grads: dq, dk, dv, and which of them are added to.
-            hints: ``memo``, if `caches_passes`; ``shared``, if `sums_meet` holds; ``out``, if `takes_out`.
+            hints: ``program``, as in `forward`; ``shared``, if `sums_meet` holds; ``out``, if `takes_out`.
 
         Raises:
             ValueError: as `forward`.
         """
 
     @staticmethod
-    def row_delta(dout: Tensor, out: Tensor, memo: MutableMapping | None = None) -> Tensor:
+    def row_delta(dout: Tensor, out: Tensor) -> Tensor:
         """``rowsum(dout * out)``, ``[num_rows, num_heads_q]``, as `megatron_magi.operands.merge.row_products`."""
-        del memo
         return row_products(dout, out)
 
     def takes(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bool:
@@ -245,6 +234,10 @@ class StepMover(Protocol):
 
 class Program(Protocol):
     """Both passes over one mask, prepared for calls that differ in addresses and strides."""
+
+    @property
+    def num_keys(self) -> int:
+        """Own keys, or those of a stage."""
 
     @property
     def makers(self) -> LruCache[tuple, Any]:
@@ -488,16 +481,7 @@ class Programs(Protocol):
     def new_makers(self) -> LruCache[tuple, Any]:
         """A cache for `Program.makers`."""
 
-    def of_tensors(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        bands: np.ndarray,
-        options: AttnOptions,
-        max_logits: bool,
-    ) -> Program | None:
+    def of_tensors(self, q: Tensor, k: Tensor, v: Tensor, bands: np.ndarray, options: AttnOptions) -> Program | None:
         """The program of calls on one device like this one; None if there is none for such tensors."""
 
     def of_plan(
@@ -509,13 +493,13 @@ class Programs(Protocol):
         is_prepared: bool,
         numbers: Any,
     ) -> Program:
-        """The program of a plan's masks.
+        """The program of a plan's masks, or of one of its stages.
 
         Args:
-            bands: over own keys and those of all stages, see `StageMasks.joined`; immutable.
-            num_keys: own keys.
+            bands: over own keys and those of all stages, see `StageMasks.joined`; or of one stage; immutable.
+            num_keys: own keys, or those of the stage.
             makers: shared by masks whose calls are otherwise equal (`new_makers`).
-            transfer: fetches keys; None if no rank fetches any.
+            transfer: fetches keys; None if no rank fetches any, and for a stage.
             is_prepared: the tables of the mask belong to a prepared plan.
             numbers: `StageTables.numbers`; None if they were not prepared.
         """

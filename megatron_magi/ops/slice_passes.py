@@ -178,14 +178,13 @@ def program_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sink: Tensor | None,
     bands: np.ndarray,
     options: AttnOptions,
     impl: str,
 ) -> Program | None:
     """The prepared passes for a backward without those of its forward, if the backend has them."""
     programs = resolve_impl(impl, q, v, options, (bands,)).programs
-    return None if programs is None else programs.of_tensors(q, k, v, sink, bands, options, False)
+    return None if programs is None else programs.of_tensors(q, k, v, bands, options)
 
 
 def attend(
@@ -201,7 +200,7 @@ def attend(
     """`forward_pass` of a whole mask: output, lse and largest logits, and the prepared passes if there are any."""
     backend = resolve_impl(impl, q, v, options, (bands,))
     if backend.programs is not None:
-        program = backend.programs.of_tensors(q, k, v, sink, bands, options, return_max_logits)
+        program = backend.programs.of_tensors(q, k, v, bands, options)
         if program is not None:
             return program.forward(q, k, v, sink, options, return_max_logits), program
     return forward_pass((q, k, v), bands, options, backend, sink, return_max_logits), None

@@ -240,8 +240,8 @@ def run_hybrid(rank, num_ranks):
         out, _ = api.calc_attn(*local_qkv, each)
         expected, _ = dense_attention(q, k, v, dense_mask(mask))
         torch.testing.assert_close(api.undispatch(out, each), expected)
-    position_ids = api.get_position_ids(window)
-    assert torch.equal(position_ids, api.get_position_ids(key))
+    position_ids = api.get_position_ids(window).cpu()
+    assert torch.equal(position_ids, api.get_position_ids(key).cpu())
     is_token = position_ids < total
     torch.testing.assert_close(local_qkv[0][is_token], q[position_ids[is_token]])
     assert api.get_most_recent_key(world(num_ranks)) == full

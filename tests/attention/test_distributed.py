@@ -182,7 +182,7 @@ def test_on_a_hopper_gpu_its_kernels_are_the_default(dtype) -> None:
         q = torch.empty(1, case.num_heads_q, case.head_dim, device="cuda", dtype=dtype)
         v = torch.empty(1, case.num_heads_kv, case.head_dim_v, device="cuda", dtype=dtype)
         assert resolve_impl("auto", q, v) is resolve_impl("ffa", q, v)
-        assert resolve_impl("auto", q.float(), v.float()).name == "torch"
+        assert resolve_impl("auto", q.float(), v.float()).name == "triton"
 
 
 def test_low_precision_error_is_at_most_twice_that_of_one_device(ranks) -> None:

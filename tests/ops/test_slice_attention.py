@@ -246,9 +246,11 @@ def test_the_half_precision_path_of_gpus_has_the_right_dtypes(softcap, tiny_bloc
         q, k, v = (torch.empty(20, heads, 8, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
         sink = torch.empty(1, 4, device="cuda")
         out, lse, max_logits = slice_attention_forward(
-            q, k, v, mask.bands, softcap=softcap, sink=sink, return_max_logits=True
+            q, k, v, mask.bands, softcap=softcap, sink=sink, return_max_logits=True, impl="torch"
         )
-        grads = slice_attention_backward(out, q, k, v, lse, row_delta(out, out), mask.bands, softcap=softcap)
+        grads = slice_attention_backward(
+            out, q, k, v, lse, row_delta(out, out), mask.bands, softcap=softcap, impl="torch"
+        )
     assert out.dtype == torch.bfloat16 and lse.dtype == max_logits.dtype == torch.float32
     assert [(g.dtype, g.shape) for g in grads] == [(t.dtype, t.shape) for t in (q, k, v)]
 

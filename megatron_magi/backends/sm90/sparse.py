@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.sm90 import sparse_kernels as kernels
+from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.sparse_backward import backward_by_keys, backward_by_tiles, may_add_dq
 from megatron_magi.backends.sm90.sparse_lists import lists_of
-from megatron_magi.backends.sm90.sparse_params import SparseForwardParams
 from megatron_magi.backends.sm90.support import (
     LOG2_E,
     in_dtype,
@@ -71,7 +71,7 @@ def forward(
     groups = kernels.forward_groups(group, pattern.q_block)
 
     def make() -> Launch:
-        params = SparseForwardParams(
+        params = params_of("sparse_forward")(
             tiles=kernels.cut_tiles(q, k, pattern, groups),
             k_row=k.stride(0), k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
             out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),

@@ -11,10 +11,8 @@ import torch
 
 from megatron_magi.backends.reference import attention as reference
 from megatron_magi.backends.sm90 import attention as hopper
-from megatron_magi.backends.sm90 import backward as hopper_backward
 from megatron_magi.backends.sm90 import choices as hopper_choices
-from megatron_magi.backends.sm90 import fused_backward, fused_forward
-from megatron_magi.cuda import launch as hopper_launch
+from megatron_magi.backends.sm90 import program as hopper_program
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_bands
 from megatron_magi.operands.options import AttnOptions, make_options
@@ -97,10 +95,8 @@ def make_inputs(
 def pack_heads(monkeypatch, most: int) -> None:
     """Has kernels whose tiles are rows pack so many heads of a group, or as many as divide it; whatever the mask."""
     monkeypatch.setattr(hopper_choices, "packed_heads", lambda _facts, _rows, group: math.gcd(group, most))
-    monkeypatch.setattr(hopper_launch, "_launches", LruCache(1 << 30))
-    for module in (hopper, hopper_backward, fused_forward, fused_backward):
-        monkeypatch.setattr(module, "_passes", LruCache(1 << 30))
-    for name in ("_one_launches", "_makers"):
+    monkeypatch.setattr(hopper_program, "_bound", LruCache(1 << 30))
+    for name in ("_programs", "_makers"):
         monkeypatch.setattr(hopper, name, LruCache(1 << 30))
 
 
