@@ -101,22 +101,16 @@ class Backend(ABC):
     @staticmethod
     @abstractmethod
     def forward(
-        inputs: ForwardInputs,
-        bands: np.ndarray,
-        options: AttnOptions,
-        output: ForwardOutput,
-        *,
-        return_max_logits: bool = False,
-        **hints: Any,
-    ) -> Tensor | None:
+        inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput, **hints: Any
+    ) -> None:
         """Writes attention over ``bands`` to ``output``, or merges it into that; arguments are already checked.
 
         Args:
             inputs: q, k, v, and the log-sum-exp of sinks, or None.
             bands: int64 ``[n, 6]`` (`megatron_magi.mask.bands`), no two of which overlap.
             options: of the call.
-            output: out, lse, and whether they hold a result over other keys into which this one is merged.
-            return_max_logits: return the largest visible logit of each head, ``[num_heads_q]``.
+            output: out, lse, whether they hold a result over other keys into which this one is merged, and where the
+                largest logits are written.
             hints: ``program``, of this mask, if it has `programs`.
 
         Raises:
