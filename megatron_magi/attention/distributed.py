@@ -14,6 +14,7 @@ from megatron_magi.attention.call_cache import CachedCall, CallTemplate, living
 from megatron_magi.attention.call_signature import AttentionCall, check_inputs, check_sinks, check_static, describe_row
 from megatron_magi.attention.collective_args import cleared, joined_cast, plan_casts
 from megatron_magi.attention.fused_comm import is_alone, pays, program_of, stage_program
+from megatron_magi.attention.sink import reduce_dsink
 from megatron_magi.backends.base import Backend
 from megatron_magi.checks import flag, renamed
 from megatron_magi.comm.collective_checks import CallLog, NoCalls, calls_of
@@ -327,7 +328,7 @@ class _DistributedAttention(torch.autograd.Function):
                 delta = None
             else:
                 delta = call.backend.row_delta(dout, out)
-            dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call) if wants_sink else None
+            dsink = reduce_dsink(sink_gradient(sink, lse, delta), call) if wants_sink else None
             if grads is None:
                 call.know_stages()
                 grads = _Backward(dout, q, k, v, out, lse, delta, saved_keys, call).run()
@@ -496,11 +497,3 @@ def _narrow(grads: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch
     torch._foreach_copy_(narrow, wide)
     left = iter(narrow)
     return tuple(grad if grad.dtype == dtype else next(left) for grad in grads)
-
-
-def _reduce_dsink(dsink: torch.Tensor, call: CachedCall) -> torch.Tensor:
-    op = call.config.comm.dsink_all_reduce
-    if op == "none" or call.cp_size == 1 or call.sink_layout != "sh":
-        return dsink
-    dist.all_reduce(dsink, op=dist.ReduceOp.SUM, group=call.group)
-    return dsink / call.cp_size if op == "avg" else dsink

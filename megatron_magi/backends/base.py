@@ -38,6 +38,22 @@ Kernels = list[tuple[str, tuple[str, ...]]]
 """Kernels to compile: source, relative to the folder of CUDA sources, and macros of each."""
 
 
+class ModelKind(NamedTuple):
+    """What of a model's attention kernels are compiled for.
+
+    Attributes:
+        dtype: of q, k and v.
+        dims: head dims of q and k, and of v.
+        group: query heads of a key head.
+        deterministic: bitwise repeatable results.
+    """
+
+    dtype: torch.dtype
+    dims: tuple[int, int]
+    group: int
+    deterministic: bool
+
+
 class Backend(ABC):
     """An implementation of attention over bands.
 
@@ -85,22 +101,16 @@ class Backend(ABC):
     @staticmethod
     @abstractmethod
     def forward(
-        inputs: ForwardInputs,
-        bands: np.ndarray,
-        options: AttnOptions,
-        output: ForwardOutput,
-        *,
-        return_max_logits: bool = False,
-        **hints: Any,
-    ) -> Tensor | None:
+        inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput, **hints: Any
+    ) -> None:
         """Writes attention over ``bands`` to ``output``, or merges it into that; arguments are already checked.
 
         Args:
             inputs: q, k, v, and the log-sum-exp of sinks, or None.
             bands: int64 ``[n, 6]`` (`megatron_magi.mask.bands`), no two of which overlap.
             options: of the call.
-            output: out, lse, and whether they hold a result over other keys into which this one is merged.
-            return_max_logits: return the largest visible logit of each head, ``[num_heads_q]``.
+            output: out, lse, whether they hold a result over other keys into which this one is merged, and where the
+                largest logits are written.
             hints: ``program``, of this mask, if it has `programs`.
 
         Raises:
@@ -156,26 +166,15 @@ class Backend(ABC):
         raise NotImplementedError
 
     @staticmethod
-    def kernels(
-        dtype: torch.dtype,
-        dims: tuple[int, int],
-        group: int,
-        *,
-        deterministic: bool,
-        fused: bool = False,
-        captured: bool = False,
-    ) -> Kernels:
+    def kernels(model: ModelKind, *, fused: bool = False, captured: bool = False) -> Kernels:
         """Kernels that attention can use under any mask, to be compiled ahead.
 
         Args:
-            dtype: of q, k and v.
-            dims: head dims of q and k, and of v.
-            group: query heads of a key head.
-            deterministic: bitwise repeatable results.
+            model: whose attention it is.
             fused: only those that wait for fetched keys.
             captured: only those that read a mask's numbers from memory.
         """
-        del dtype, dims, group, deterministic, fused, captured
+        del model, fused, captured
         return []
 
     @staticmethod
@@ -538,25 +537,11 @@ class Sparse(Protocol):
         """Query heads, of a ``group`` that shares a key head, that a tile of rows of a mask's ranges can hold."""
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pattern: SparsePattern,
-        softmax_scale: float,
-        *,
-        sink_lse: Tensor | None,
-        return_max_logits: bool,
+        self, inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``(out, lse, max_logits)`` of checked arguments."""
+        """``(out, lse, max_logits)`` of checked arguments; max_logits is None unless asked for."""
 
     def backward(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-        lse: Tensor,
-        delta: Tensor,
-        pattern: SparsePattern,
-        softmax_scale: float,
-        deterministic: bool,
+        self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv; ``tensors``: q, k, v and dout."""
+        """dq, dk and dv; lse and delta of ``inputs`` are those of the forward over the same pattern."""

@@ -154,9 +154,10 @@ def forward_pass(
     if sink is not None:
         check_sink(sink, q)
         sink = sink_lse(sink, dtype)
-    inputs, output = ForwardInputs(q, k, v, sink), ForwardOutput(out, lse, into is not None)
+    max_logits = q.new_full((q.shape[1],), -torch.inf, dtype=dtype) if return_max_logits else None
+    inputs, output = ForwardInputs(q, k, v, sink), ForwardOutput(out, lse, into is not None, max_logits)
     with _no_autocast(q):
-        max_logits = backend.forward(inputs, bands, options, output, return_max_logits=return_max_logits, **hints)
+        backend.forward(inputs, bands, options, output, **hints)
     return out, lse, max_logits
 
 

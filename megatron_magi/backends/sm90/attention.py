@@ -87,9 +87,8 @@ def forward(
     options: AttnOptions,
     output: ForwardOutput,
     *,
-    return_max_logits: bool = False,
     program: LaunchProgram | None = None,
-) -> Tensor | None:
+) -> None:
     """Writes attention over ``bands`` to ``output``, or merges it into that; see `slice_attention_forward`.
 
     ``program``: of the mask and such calls; looked up when None.
@@ -99,9 +98,8 @@ def forward(
     """
     q, k, v, sink_lse = inputs
     num_rows, num_heads, _ = q.shape
-    max_logits = q.new_full((num_heads,), -torch.inf, dtype=torch.float32) if return_max_logits else None
     if num_rows == 0 or (output.accumulate and sink_lse is None and k.shape[0] == 0):
-        return max_logits
+        return
     check_support(q, (q.shape[2], v.shape[2]))
     if sink_lse is not None:
         inputs = inputs._replace(sink_lse=in_dtype(sink_lse, torch.float32).expand(num_rows, num_heads))
@@ -111,16 +109,15 @@ def forward(
     if program is None:
         program = _program_of(q, k, v, bands, options)
     written = output._replace(lse=in_dtype(output.lse, torch.float32))
-    if not program.forward_stage(inputs, written, options, max_logits):
+    if not program.forward_stage(inputs, written, options):
         inputs = ForwardInputs(*map(loadable, (q, k, v)), inputs.sink_lse)
         written = written._replace(out=_storable(q, v, output))
-        done = program.forward_stage(inputs, written, options, max_logits)
+        done = program.forward_stage(inputs, written, options)
         assert done, "copies fit"
         if written.out is not output.out:
             output.out.copy_(written.out[..., : v.shape[2]])
     if written.lse is not output.lse:
         output.lse.copy_(written.lse)
-    return max_logits
 
 
 def _storable(q: Tensor, v: Tensor, output: ForwardOutput) -> Tensor:

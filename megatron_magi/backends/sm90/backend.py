@@ -16,6 +16,7 @@ from megatron_magi.backends.base import (
     HostTables,
     Kernels,
     KeyTransfer,
+    ModelKind,
     Programs,
     Sparse,
     StageMasks,
@@ -125,15 +126,8 @@ class Sm90(Backend):
         return support.kernels_exist(device, dtype, dims)
 
     @staticmethod
-    def kernels(
-        dtype: torch.dtype,
-        dims: tuple[int, int],
-        group: int,
-        *,
-        deterministic: bool,
-        fused: bool = False,
-        captured: bool = False,
-    ) -> Kernels:
+    def kernels(model: ModelKind, *, fused: bool = False, captured: bool = False) -> Kernels:
+        dtype, dims, group, deterministic = model
         return needed_kernels(dtype, dims, group, deterministic=deterministic, stream_kv=fused, captured=captured)
 
     @staticmethod

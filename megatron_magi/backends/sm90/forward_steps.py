@@ -36,7 +36,7 @@ def forward_step(
         stream: raw handle.
         max_logits: fp32 ``[num_heads]``, initialized to -inf; updated.
     """
-    (q, k, v, sink_lse), (out, lse, accumulate), (tile, packed) = inputs, output, form.tiles
+    (q, k, v, sink_lse), (out, lse, accumulate, _), (tile, packed) = inputs, output, form.tiles
     softcap, scale, captured = options.softcap, options.softmax_scale, form.captured
     params = hopper_kernels.params("forward", stream_kv=arriving is not None, captured=captured)(
         counter=0 if captured else work_counter(q.device, stream).data_ptr(),

@@ -221,18 +221,15 @@ class LaunchProgram:
         _attend(known.calls.queue, (*of_keys, *rest), q, v, self.bands)
         return out, lse, max_logits
 
-    def forward_stage(
-        self, inputs: ForwardInputs, output: ForwardOutput, options: AttnOptions, max_logits: Tensor | None
-    ) -> bool:
+    def forward_stage(self, inputs: ForwardInputs, output: ForwardOutput, options: AttnOptions) -> bool:
         """Writes attention to ``output``, or merges it into that; False if kernels cannot use the tensors in place.
 
         Args:
             inputs: q, k and v; the log-sum-exp of sinks of every row, fp32, or None.
-            output: out and lse, fp32, and whether they hold a result over other keys.
+            output: out, lse and largest logits, the last two fp32, and whether they hold a result over other keys.
             options: of the call.
-            max_logits: fp32 ``[num_heads]``, initialized to -inf; updated.
         """
-        (q, k, v, sink), (out, lse, accumulate), stream = inputs, output, current_stream(inputs.q.device)
+        (q, k, v, sink), (out, lse, accumulate, max_logits), stream = inputs, output, current_stream(inputs.q.device)
         assert k.shape[0] == self.num_keys
         key = (
             stream, accumulate, max_logits is not None, None if sink is None else sink.stride(), out.dtype,

@@ -22,6 +22,7 @@ from megatron_magi.backends.sm90.support import (
 from megatron_magi.backends.sm90.support import why_not as why_no_kernels
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern
 
 
@@ -46,20 +47,14 @@ def packed_heads(group: int) -> int:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: SparsePattern,
-    softmax_scale: float,
-    *,
-    sink_lse: Tensor | None,
-    return_max_logits: bool,
+    inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``(out, lse, max_logits)`` of checked arguments; see `megatron_magi.backends.reference.sparse.forward`.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
+    q, k, v, sink_lse = inputs
     _check_support(q, v)
     num_rows, num_heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -109,19 +104,14 @@ def forward(
 
 
 def backward(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    lse: Tensor,
-    delta: Tensor,
-    pattern: SparsePattern,
-    softmax_scale: float,
-    deterministic: bool,
+    inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of q, k, v, dout; see `megatron_magi.backends.reference.sparse.backward`.
+    """``(dq, dk, dv)`` of checked arguments; see `megatron_magi.backends.reference.sparse.backward`.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported, or lists of blocks have 2^31 numbers or more.
     """
-    q, k, v, dout = tensors
+    q, k, v, dout, lse, delta = inputs
     _check_support(q, v)
     if not q.shape[0] or not k.shape[0]:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -110,27 +110,18 @@ def run_forward(x: Inputs, *, out=None, lse=None, sink_lse=None, out_dtype=None,
     shape = (*x.q.shape[:2], x.v.shape[2])
     out = poisoned(shape, out_dtype or x.q.dtype) if out is None else out
     lse = poisoned(shape[:2], torch.float32) if lse is None else lse
-    max_logits = hopper.forward(
-        ForwardInputs(x.q, x.k, x.v, sink_lse),
-        x.bands,
-        x.options,
-        ForwardOutput(out, lse, accumulate),
-        return_max_logits=return_max_logits,
-    )
-    return out, lse, max_logits
+    top = torch.full(shape[1:2], -torch.inf, device="cuda") if return_max_logits else None
+    hopper.forward(ForwardInputs(x.q, x.k, x.v, sink_lse), x.bands, x.options, ForwardOutput(out, lse, accumulate, top))
+    return out, lse, top
 
 
 def exact_forward(x: Inputs, sink_lse=None):
     """``(out, lse, max_logits)`` in fp64."""
     q, k, v = x.q.double(), x.k.double(), x.v.double()
     out, lse = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2])
-    top = reference.forward(
-        ForwardInputs(q, k, v, None if sink_lse is None else sink_lse.double()),
-        x.bands,
-        x.options,
-        ForwardOutput(out, lse),
-        return_max_logits=True,
-    )
+    top = q.new_full(q.shape[1:2], -torch.inf)
+    inputs = ForwardInputs(q, k, v, None if sink_lse is None else sink_lse.double())
+    reference.forward(inputs, x.bands, x.options, ForwardOutput(out, lse, max_logits=top))
     return out, lse, top
 
 

@@ -22,7 +22,7 @@ from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiC
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import RankPlan, make_plan
 from megatron_magi.testing.spawn import run_ranks
-from tests.attention.test_capturable_plans import (
+from tests.attention.test_cuda_graph import (
     CPU,
     ONE_STAGE,
     attend,
@@ -221,7 +221,7 @@ def test_room_is_made_for_all_rows_of_other_ranks_and_grows_beside_what_graphs_r
 
 
 class OneRank:
-    """A `Meeting` of one rank."""
+    """A `Rendezvous` of one rank."""
 
     rank, size, timeout_s = 0, 1, 1.0
 
@@ -243,7 +243,7 @@ def test_memory_of_graphs_is_kept_until_they_are_gone(monkeypatch):
             assert self.state == "closed"
             self.state = "freed"
 
-    def share(_meeting, num_bytes, _device):
+    def share(_rendezvous, num_bytes, _device):
         if num_bytes > 64:
             return None, "out of memory"
         shared.append(Memory())
