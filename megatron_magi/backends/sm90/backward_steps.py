@@ -30,9 +30,12 @@ from megatron_magi.cuda.layout import Like
 from megatron_magi.operands.options import AttnOptions
 
 _SUMS_ALIGNMENT = 32  # floats: a cache line
-_FINISHED_ROWS = 64  # rows of a thread block of the kernel that finishes dq
+_POSTPROCESS_ROWS = 64  # rows of a thread block of the kernel that finishes dq
 _ZEROING_BLOCKS = 1024
-_STATS_HEADS, _DELTA_HEADS = 32, 8  # heads (of 32 rows) of a thread block of the prepare kernel; if it computes delta
+_STATS_HEADS, _DELTA_HEADS = (
+    32,
+    8,
+)  # heads (of 32 rows) of a thread block of the preprocess kernel; if it computes delta
 _STATS, _MINUS_DELTA, _SUMS = ("stats", "at.stats"), ("stats", "at.minus_delta"), ("stats", "at.sums")
 
 
@@ -200,15 +203,15 @@ class _Backward:
     def steps(self, part: Part, wants_delta: bool) -> Steps:
         """All of them."""
         form = self._form
-        before = (self._prepare(part, wants_delta),) if part.is_first or form.splits else ()
+        before = (self._preprocess(part, wants_delta),) if part.is_first or form.splits else ()
         keys = [self._whole() if form.choice.whole else self._parts_of_keys()]
         if form.splits:
-            keys.append(self._finish_keys())
+            keys.append(self._postprocess_keys())
         if not form.choice.adds_dq:
             return Steps(before, tuple(keys), (self._queries(),), self._overlaps)
-        return Steps(before, tuple(keys), (self._finish_dq(),) if part.is_last else (), False)
+        return Steps(before, tuple(keys), (self._postprocess_dq(),) if part.is_last else (), False)
 
-    def _prepare(self, part: Part, wants_delta: bool) -> Step:
+    def _preprocess(self, part: Part, wants_delta: bool) -> Step:
         """Row statistics, fp32 ``[num_heads / packed, rows * packed]`` each, and zeros in memory for sums."""
         (_, _, _, dout), out, lse, delta, _ = self._layouts
         sizes, packed, captured = self._sizes, self._form.choice.packed, self._form.captured
@@ -269,7 +272,7 @@ class _Backward:
         fields = {**self._of_stats, **self._of_keys}
         return self._step(kernel, "keys", params, (queries, keys), fields, numbers, self._overlaps)
 
-    def _finish_keys(self) -> Step:
+    def _postprocess_keys(self) -> Step:
         """Writes the sums of the first tiles to dk (times the scale) and dv, or adds them."""
         (q, k, *_), (_, dk, dv), form = self._layouts.inputs, self._layouts.grads, self._form
         store = form.targets.store_keys
@@ -277,25 +280,25 @@ class _Backward:
             heads_kv=k.shape[1], store=store, scale=self._options.softmax_scale, **_strides(dk=dk, dv=dv)
         )
         self._set_remote(params, store)
-        macros = hopper_kernels.finish_keys_macros(q.dtype, dk.shape[2], form.arrives, form.captured)
+        macros = hopper_kernels.postprocess_keys_macros(q.dtype, dk.shape[2], form.arrives, form.captured)
         kernel = hopper_kernels.small_kernel(q.device, "postprocess_keys", macros)
         numbers = {"tiles": "keys.tiles", **({"numbers": "keys.numbers"} if form.captured else {}), **self._waiting()}
         return make_step(
-            kernel, "finish_keys.grid", params, fields={"sums": self._key_sums, **self._of_keys}, numbers=numbers,
+            kernel, "postprocess_keys.grid", params, fields={"sums": self._key_sums, **self._of_keys}, numbers=numbers,
             overlaps=self._overlaps,
         )  # fmt: skip
 
-    def _finish_dq(self) -> Step:
+    def _postprocess_dq(self) -> Step:
         """Writes scale times the sums, or adds them."""
         q, dq, form, sent = self._layouts.inputs[0], self._layouts.grads[0], self._form, self._sent
         num_rows, num_heads, dim = dq.shape
-        blocks = -(-num_rows // _FINISHED_ROWS)
+        blocks = -(-num_rows // _POSTPROCESS_ROWS)
         params = hopper_kernels.params("postprocess_dq")(
             num_rows=num_rows, blocks=blocks, units=self._stats_row // UNIT, store=form.targets.store_dq,
             scale=self._options.softmax_scale, **_strides(dq=dq),
         )  # fmt: skip
         # It may run concurrently with a kernel that sends dk and dv, which started when the sums were complete.
-        macros = hopper_kernels.finish_dq_macros(q.dtype, dim, concurrent=form.arrives or sent.returns)
+        macros = hopper_kernels.postprocess_dq_macros(q.dtype, dim, concurrent=form.arrives or sent.returns)
         kernel = hopper_kernels.small_kernel(q.device, "postprocess_dq", macros)
         overlaps = self._overlaps and (sent.returns or not form.arrives)
         return make_step(kernel, num_heads * blocks, params, fields={"sums": _SUMS, "dq": ("dq", 0)}, overlaps=overlaps)

@@ -149,14 +149,14 @@ def _if_stream_kv(stream_kv: bool) -> tuple[str, ...]:
     return ("STREAM_KV=1",) if stream_kv else ()
 
 
-def finish_keys_macros(
+def postprocess_keys_macros(
     dtype: torch.dtype, head_dim: int, stream_kv: bool = False, captured: bool = False
 ) -> tuple[str, ...]:
     """Macros of a kernel that finishes dk and dv; ``stream_kv`` and ``captured`` as in `forward_macros`."""
     return (f"HEAD_DIM={head_dim}", element(dtype), *_if_stream_kv(stream_kv), *if_captured(captured))
 
 
-def finish_dq_macros(dtype: torch.dtype, head_dim: int, concurrent: bool = False) -> tuple[str, ...]:
+def postprocess_dq_macros(dtype: torch.dtype, head_dim: int, concurrent: bool = False) -> tuple[str, ...]:
     """Macros of a kernel that finishes dq; ``concurrent``: it runs while another kernel sends dk and dv."""
     return (f"HEAD_DIM={head_dim}", element(dtype), *(("CONCURRENT=1",) if concurrent else ()))
 
@@ -194,8 +194,8 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
                 ("backward", backward_macros(dtype, dims, False, True, stream_kv)),
                 ("backward", backward_macros(dtype, dims, False, False, stream_kv)),
                 ("backward_queries", queries_macros(dtype, dims, False, stream_kv)),
-                ("postprocess_keys", finish_keys_macros(dtype, dim, stream_kv)),
-                ("postprocess_dq", finish_dq_macros(dtype, dim, stream_kv)),
+                ("postprocess_keys", postprocess_keys_macros(dtype, dim, stream_kv)),
+                ("postprocess_dq", postprocess_dq_macros(dtype, dim, stream_kv)),
             ]
         found += [
             ("preprocess", delta_macros(dtype, dim)),

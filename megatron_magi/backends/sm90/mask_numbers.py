@@ -268,7 +268,7 @@ def backward_numbers(
         zeroed = tile_sums if shape.captured else key_sums
         numbers |= {
             "keys.num_items": num_items, "keys.grid": shape.grid(num_items), "key_sums": key_sums,
-            "key_sums.vectors": zeroed // 4, "finish_keys.grid": 4 * num_split * problem.num_heads_kv,
+            "key_sums.vectors": zeroed // 4, "postprocess_keys.grid": 4 * num_split * problem.num_heads_kv,
         }  # fmt: skip
     else:
         grid = shape.grid(plan.num_tiles * problem.num_heads_kv * splits)

@@ -311,7 +311,7 @@ def _finished(
             sum_rows=sums.shape[2], num_rows=num_keys, heads=heads, scale=softmax_scale,
         )  # fmt: skip
         blocks = num_blocks(num_keys * heads * dim, _FINISHED_ELEMENTS)
-        return Launch(kernels.finish_kernel(k.device, k.dtype, dim, scales is not None), blocks, params)
+        return Launch(kernels.postprocess_kernel(k.device, k.dtype, dim, scales is not None), blocks, params)
 
     launch = prepared(("sparse_postprocess", k.device, k.dtype, k.shape, softmax_scale, scales is None), make)
     with launch.lock:

@@ -68,7 +68,7 @@ def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ())
     return _load(device, name, defines, 256, 0)
 
 
-def finish_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
+def postprocess_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
     """Converts sums of dk and dv, fixed-point if ``fixed``, to gradients."""
     return small_kernel(device, "sparse_postprocess", (f"HEAD_DIM={dim}", f"FIXED={int(fixed)}", element(dtype)))
 
