@@ -82,12 +82,16 @@ def _model_parts(args: Namespace, model: str, hooks: list[Callable]) -> tuple[An
 
     from megatron_magi.mcore import seams
 
-    if model == "hybrid" or seams.needed("training.models.gpt:GPTModel"):
+    trainer_builds = seams.needed("training.models.gpt:GPTModel")
+    if model == "hybrid" or trainer_builds:
         config = getattr(argument_utils, f"{model}_config_from_args")(args)
-        config.pre_wrap_hooks += hooks
-        return config, config.transformer, None
-    from megatron_magi.mcore.model_provider import GPTProvider
+        if trainer_builds:
+            config.pre_wrap_hooks += hooks
+            return config, config.transformer, None
+    from megatron_magi.mcore.model_provider import GPTProvider, HybridProvider
 
+    if model == "hybrid":
+        return config, config.transformer, HybridProvider(config, hooks)
     transformer = arguments.core_transformer_config_from_args(args)
     return None, transformer, GPTProvider(args, transformer, hooks)
 

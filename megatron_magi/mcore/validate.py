@@ -333,6 +333,8 @@ def _check_layers(args: Namespace) -> None:
 
 
 def _check_schedule(args: Namespace) -> None:
+    if args.overlap_moe_expert_parallel_comm and hybrid_pattern.is_hybrid(args):
+        raise ValueError("overlap_moe_expert_parallel_comm: Megatron's hybrid models have no such schedule; drop it")
     if args.mtp_num_layers and args.overlap_moe_expert_parallel_comm:
         raise ValueError(
             "overlap_moe_expert_parallel_comm: Megatron runs multi-token prediction without the plan of the "
@@ -384,7 +386,7 @@ def _check_full_iteration(args: Namespace) -> None:
     unfit = {
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size > 1,
         "num_experts": args.num_experts,
-        "mtp_num_layers": args.mtp_num_layers,
+        "mtp_num_layers": args.mtp_num_layers or hybrid_pattern.predicts(args),
         "qk_clip": args.qk_clip,
         "log_max_attention_logit": args.log_max_attention_logit,
         "check_for_spiky_loss": args.check_for_spiky_loss,
