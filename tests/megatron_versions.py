@@ -27,6 +27,7 @@ _PARITY, _FEATURE = (
     for name in ("loss_curve_equals_stock_on_one_rank", "feature_at_cp2_equals_stock_on_one_rank")
 )
 _HYBRID = "tests/e2e/test_hybrid.py::test_loss_curve_equals_stock_on_one_rank"
+_PACKED = "tests/e2e/test_sample_packing.py::test_packed_samples_train_as_stock_trains_padded_ones"
 _HYBRID_WAYS = "tests/e2e/test_hybrid_ways.py::test_"
 _SILENT = "tests/e2e/test_silent_bugs.py::test_"
 
@@ -56,6 +57,8 @@ FEATURES = {
     "conversations": f"{_SILENT}evaluations_of_conversations_are_means_over_tokens_not_over_ranks",
     "checkpoint, CP 2 to stock": "tests/e2e/test_checkpoint.py::test_training_resumes_under_another_parallelism"
     "[cp2_to_stock]",
+    "packed samples, CP 2": f"{_PACKED}[dp2_cp2]",
+    "packed samples, PP 2": f"{_PACKED}[pp2_cp2]",
     "hybrid, CP 2": f"{_HYBRID}[cp2]",
     "hybrid, experts": f"{_HYBRID}[cp2_experts]",
     "hybrid, MTP": f"{_HYBRID}[multi_token_prediction]",

@@ -55,6 +55,7 @@ CASES = {
         "*E*E", EXPERTS, ("--expert-model-parallel-size", "2", *SELECTIVE, "core_attn", "moe"), 2, same_weights=True
     ),
     "multi_token_prediction": hybrid("*-*-/*-"),
+    "packed_params_made_anew": hybrid("*-*-/*-", before="tests.e2e.hooks:packed_params_made_anew"),
     "multi_token_prediction_full_recompute": hybrid("*-*-/*-", (), RECOMPUTE),
     "multi_token_prediction_per_token_loss": hybrid("*-*-/*-", ("--calculate-per-token-loss",)),
     "windows": hybrid("*-*-", WINDOW, without=("--reset-attention-mask",)),

@@ -27,6 +27,12 @@ def test_masks_of_layers_count_all_letters_and_train_as_those_of_a_gpt(runs: Run
     assert of_gpt.losses[1] != runs.magi(hybrid("*-*-", VIDEO)).losses[1]
 
 
+def test_documents_from_the_data_loader_equal_documents_from_eod(runs: Runs) -> None:
+    parallel = ("--dataloader-inter-document-masking",)
+    got = runs.magi(hybrid("*-*-", (), parallel, without=("--reset-attention-mask",)))
+    assert_same_curve(got, runs.stock(hybrid("*-*-")))
+
+
 def test_batches_of_workers_train_bit_by_bit_as_those_planned_in_the_step(runs: Runs) -> None:
     window = ("--window-size", "20,0", "--window-attn-skip-freq", "3")
     recompute = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
