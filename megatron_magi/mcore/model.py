@@ -37,6 +37,10 @@ class MagiModelMixin:
 
     def __init__(self, config: Any, spec: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, replace_core_attention(spec), *args, **kwargs)
+        self._take_positions()
+
+    def _take_positions(self) -> None:
+        """Angles are asked for all positions; of these a shard's are selected."""
         check_attention(self, self.pg_collection.cp.size())
         rotary = getattr(self, "rotary_pos_emb", None)
         if rotary is not None:
