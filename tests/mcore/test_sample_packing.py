@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,3 +82,24 @@ def test_the_number_of_microbatches_is_a_multiple_where_stages_are_interleaved()
 def test_samples_that_cannot_be_packed_are_named(samples, message):
     with pytest.raises(ValueError, match=message):
         run_schedule(iter(samples), 1)
+
+
+def _packed_by_ranks(rank, num_ranks, lengths):
+    ran = []
+    schedule = SamplePacking(8, dist.group.WORLD)(lambda *, data_iterator, num_microbatches: ran.extend(data_iterator))
+    try:
+        schedule(data_iterator=iter([sample(length) for length in lengths[rank]]), num_microbatches=3)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return [batch["tokens"].shape[1] for batch in ran]
+
+
+def test_all_ranks_run_as_many_microbatches_as_the_one_that_needs_most(ranks):
+    assert ranks(2, _packed_by_ranks, [[1, 2, 3], [8, 7, 6]]) == [[1, 2, 3], [8, 7, 6]]
+    assert ranks(2, _packed_by_ranks, [[1, 2, 3], [4, 4, 6]]) == [[3, 3], [8, 6]]
+
+
+def test_a_sample_that_one_rank_cannot_pack_is_an_error_on_all_ranks(ranks):
+    other, own = ranks(2, _packed_by_ranks, [[1, 2, 3], [1, 9, 3]])
+    assert own.startswith("tokens: expected one sample of 1 to 8 tokens")
+    assert other == f"{own} (on global rank 1)"
