@@ -26,6 +26,21 @@ def check(pattern: str | None, name: str = "hybrid_layer_pattern") -> None:
         )
 
 
+def is_hybrid(args: Namespace) -> bool:
+    """Does a command line, which Megatron may not have validated yet, name the layers of a hybrid model?"""
+    return any(getattr(args, name, None) is not None for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
+
+
+def predicts(args: Namespace) -> bool:
+    """Has the pattern of a command line multi-token prediction?
+
+    Megatron derives ``args.mtp_num_layers`` from it when it validates.
+    """
+    return "/" in (getattr(args, "hybrid_layer_pattern", None) or "") or bool(
+        getattr(args, "mtp_hybrid_override_pattern", None)
+    )
+
+
 def attention_layers(args: Namespace) -> list[int]:
     """Numbers of the layers with attention, from 1, as Megatron numbers them.
 
