@@ -80,7 +80,9 @@ def describe_row(plan: RankPlan) -> Describe:
         if name in ("k", "v"):
             sent = any((transfer.send_index == row).any() for transfer in plan.transfers)
             return kind_of_row(name, sent or is_visible(plan.bands[0], row, by_key=True)) + rank
-        return kind_of_row(name, any(is_visible(bands, row, by_key=False) for bands in plan.bands)) + rank
+        travels = plan.moves is not None and bool((plan.moves.rows == row).any())
+        sees = any(is_visible(bands, row, by_key=False) for bands in plan.bands)
+        return kind_of_row(name, travels or sees) + rank
 
     return describe
 
