@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -14,12 +15,13 @@ from megatron_magi.mask import AttnMask
 from megatron_magi.plan.balance import assign_chunks
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.degree import choose_degree
-from megatron_magi.plan.nodes import gather_in_nodes, nodes_in_use
 from megatron_magi.plan.moves import QueryMoves
+from megatron_magi.plan.nodes import gather_in_nodes, nodes_in_use
 from megatron_magi.plan.partition import areas_by_place, localise, partition, rows_of_chunks, split_stages
 from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.transfers import TransferTable
+from megatron_magi.plan.travel import choose_hosts
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, own
 
 MAX_RANKS = 1 << 16
@@ -54,7 +56,14 @@ class PlanStats:
 class Plan:
     """The plan of one mask for all ranks: who holds, computes and sends what. Read-only."""
 
-    def __init__(self, mask: AttnMask, dispatch: Dispatch, config: MagiConfig, compute: Dispatch | None = None) -> None:
+    def __init__(
+        self,
+        mask: AttnMask,
+        dispatch: Dispatch,
+        config: MagiConfig,
+        compute: Dispatch | None = None,
+        by_rates: bool = False,
+    ) -> None:
         self.mask = mask
         self.dispatch = dispatch
         self.config = config
@@ -73,7 +82,8 @@ class Plan:
         self.schedule: Schedule = make_schedule(
             self.degree, overlap=overlap.degree != 0, hide_tail_reduce=overlap.hide_tail_reduce
         )
-        self.plan_hash = _plan_hash(mask, dispatch, self._moves, self.degree, self.schedule, config)
+        by_rates = by_rates or config.dispatch.algorithm == "auto"
+        self.plan_hash = _plan_hash(mask, dispatch, self._moves, self.degree, self.schedule, config, by_rates)
         self._rank_plans: dict[int, RankPlan] = {}
 
     @property
@@ -132,7 +142,7 @@ def make_plan(
     config: MagiConfig | None = None,
     cp_size: int = 1,
     dispatch: Dispatch | None = None,
-    compute: Dispatch | None = None,
+    compute: Dispatch | Literal["home", "auto"] = "home",
 ) -> Plan:
     """Plans distributed attention: pure, deterministic, on the CPU, without communication.
 
@@ -142,8 +152,9 @@ def make_plan(
         cp_size: number of ranks.
         dispatch: reuse the token distribution of another plan over a sequence of the same
             length, so that several masks (window and full layers) share one dispatch.
-        compute: the rank that computes each query; others than it holds travel there, and their results back.
-            Padding, and the order of its rows, has no effect. All are computed where they are held when None.
+        compute: who computes each query. ``"home"``: the rank that holds it. ``"auto"``: also another, if the predicted
+            step is shorter (`travel.choose_hosts`). Or the rank of each as a dispatch of the same tokens, in which
+            padding and the order of rows have no effect. Queries travel to other ranks, and their results back.
 
     Raises:
         ValueError: an argument is out of range, or ``dispatch`` or ``compute`` does not fit.
@@ -161,16 +172,26 @@ def make_plan(
     if dispatch is None:
         dispatch = make_dispatch(mask, config.dispatch, cp_size, config.overlap, config.comm.ranks_per_node)
     for name, value in (("dispatch", dispatch), ("compute", compute)):
-        if value is None:
+        if name == "compute" and isinstance(value, str) and value in ("home", "auto"):
             continue
         if not isinstance(value, Dispatch):
-            raise ValueError(f"{name}: expected Dispatch or None, got {type(value).__name__}")
+            other = "None" if name == "dispatch" else "home or auto"
+            raise ValueError(f"{name}: expected a Dispatch, or {other}, got {value!r}")
         if value.total_seqlen != mask.total_seqlen_q or value.cp_size != cp_size:
             raise ValueError(
                 f"{name}: made for {value.total_seqlen} tokens over {value.cp_size} ranks, "
                 f"the mask has {mask.total_seqlen_q} over {cp_size}"
             )
-    return Plan(mask, dispatch, config, compute)
+    if compute != "auto":
+        return Plan(mask, dispatch, config, None if compute == "home" else compute)
+    found = choose_hosts(mask, dispatch, config)
+    hosts = None if found.hosts is None else dispatch_from_chunks(dispatch.total_seqlen, *found.hosts, cp_size)
+    return Plan(mask, dispatch, config, hosts, by_rates=True)
+
+
+def who_computes(config: DispatchConfig, is_given: bool) -> Literal["home", "auto"]:
+    """``compute`` of `make_plan` by ``config.queries``; ``is_given``: the dispatch is that of a given layout."""
+    return "auto" if config.queries == "travel" or (config.queries == "auto" and is_given) else "home"
 
 
 def make_dispatch(
@@ -265,17 +286,18 @@ def _plan_hash(
     degree: int,
     schedule: Schedule,
     config: MagiConfig,
+    by_rates: bool,
 ) -> int:
     """Identifies all that ranks must agree on: what is sent, when, in which dtype and by which implementation.
 
-    This includes the rates if dispatches are chosen by predicted time: ranks with different rates may agree on one
-    batch and not on the next.
+    This includes the rates if anything is chosen by predicted time (``by_rates``): ranks with different rates may agree
+    on one batch and not on the next.
     """
     steps = ";".join(f"{s.kind.value}{s.stage}" for s in (*schedule.forward, *schedule.backward))
     text = hashlib.sha256(_FORMAT + mask.digest + dispatch.digest)
     if moves is not None:
         text.update(b"moves" + b"".join(array.tobytes() for array in moves.digest_arrays()))
     text.update(f"{degree}|{steps}|{schedule.saved_stage}|{config.overlap.one_launch}|{config.comm}".encode())
-    if config.dispatch.algorithm == "auto":
+    if by_rates:
         text.update((config.dispatch.rates or DEFAULT).digest)
     return int.from_bytes(text.digest()[:8], "little") >> 1

@@ -75,7 +75,7 @@ def test_computing_at_home_is_the_plan_without_moves() -> None:
     plain = make_plan(causal(64), None, 4, home)
     same = make_plan(causal(64), None, 4, home, home)
     assert same.plan_hash == plain.plan_hash and same.for_rank(1).moves is None
-    hashes = {make_plan(causal(64), None, 4, home, compute).plan_hash for compute in (None, other)}
+    hashes = {make_plan(causal(64), None, 4, home, compute).plan_hash for compute in ("home", other)}
     assert len(hashes) == 2
 
 
@@ -101,5 +101,5 @@ def test_moves_in_two_levels_bring_each_row_once() -> None:
 def test_a_wrong_place_to_compute_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^compute: made for 8 tokens over 2 ranks"):
         make_plan(causal(9), None, 2, None, given_dispatch("zigzag", 8, 2))
-    with pytest.raises(ValueError, match=r"^compute: expected Dispatch or None, got str"):
+    with pytest.raises(ValueError, match=r"^compute: expected a Dispatch, or home or auto, got 'zigzag'"):
         make_plan(causal(8), None, 2, None, "zigzag")
