@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental import context_parallel
 
 from megatron_magi import api
 from megatron_magi.backends.costs import DEFAULT
-from megatron_magi.config import AttendConfig, DispatchConfig, MagiConfig
+from megatron_magi.config import AttendConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
 from tests.dense_attention import dense_attention
@@ -84,13 +84,13 @@ def run_travel(rank: int, num_ranks: int) -> None:
     x = [t.requires_grad_() for t in qkv(total)]
     weight = torch.randn(total, HEADS[0], DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     slow = replace(DEFAULT, forward_tflops=1e-4, backward_tflops=1e-4)
+    cost = OverlapConfig(cost=CostModel(num_heads_q=64, num_heads_kv=8))  # so many that a GPU is busy
     configs = {
-        queries: MagiConfig(dispatch=DispatchConfig(rates=slow, queries=queries), attend=AttendConfig(impl="torch"))
+        queries: MagiConfig(DispatchConfig(rates=slow, queries=queries), cost, AttendConfig(impl="torch"))
         for queries in ("auto", "home")
     }
     for queries, config in configs.items():
-        shape = {"num_heads_q": 64, "num_heads_kv": 8, "head_dim": 128}  # as predicted: large enough for a GPU
-        key = causal_key(num_ranks, total, layout="contiguous", dist_attn_config=config, **shape)
+        key = causal_key(num_ranks, total, layout="contiguous", dist_attn_config=config)
         other = api.make_flex_key_for_new_mask_after_dispatch([[0, total]], [[0, 64]], "full", key)
         moves = [api.functions._RUNTIMES.get(some).rank_plan.moves for some in (key, other)]
         assert (moves[0] is not None) == (queries == "auto") and moves[1] is None
