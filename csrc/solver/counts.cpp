@@ -204,8 +204,8 @@ class Counting {
 
 }  // namespace
 
-// `bands`: [num_bands, 6], tight; `rank`, `host`: [num_dispatches, num_chunks]; `out`: [num_dispatches, 9, 2, cp_size], the
-// fields of Counts.
+// `bands`: [num_bands, 6], tight; `rank`, `host`: [num_dispatches, num_chunks]; `out`: [num_dispatches, 9, 2, cp_size],
+// the fields of Counts.
 extern "C" __attribute__((visibility("default"))) void magi_count(const Int* bands, Int num_bands, const Int* bounds,
                                                                   const Int* rank, const Int* host, Int num_chunks,
                                                                   Int num_dispatches, Int cp_size, Int ranks_per_node,

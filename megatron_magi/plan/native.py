@@ -122,6 +122,23 @@ def count_all(
     return Counts(*out.swapaxes(0, 1))
 
 
+def spread(arrays: list[np.ndarray], weights: list[int], aims: list[tuple[int, bool]], load: np.ndarray) -> np.ndarray:
+    """`travel.spread` in C++, with equal results.
+
+    Args:
+        arrays: `travel.Blocks`, without its bounds.
+        weights: `travel.Weights`, then the numbers of hosts and of rows there.
+        aims: `travel.Aim`.
+        load: area of each rank at home, int64 ``[cp_size]``.
+    """
+    hosts = np.empty((len(aims), len(arrays[0])), dtype=np.int64)
+    targets, near = (np.array([aim[at] for aim in aims], dtype=np.int64) for at in (0, 1))
+    sizes = _Int(len(arrays[0])), _Int(len(load))
+    of_rows = np.array(weights, dtype=np.int64)
+    _call("magi_spread", *sizes, *arrays, of_rows, targets, near, _Int(len(aims)), load, hosts)
+    return hosts
+
+
 def _limits() -> _Limits:
     return _Limits(swaps.SWAPS_PER_CHUNK, swaps.PARTNERS, swaps.SWAPS_TRIED, swaps.GATHERING_PASSES)
 

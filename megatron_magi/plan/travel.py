@@ -126,8 +126,8 @@ def choose_hosts(mask: AttnMask, dispatch: Dispatch, config: MagiConfig) -> Choi
     weights = Weights.of(config.overlap.cost, rates, node)
     aims = _aims(load, node)
     use_native = native.chosen(config.dispatch.planner)
-    hosts = np.stack([blocks.home, *spread(blocks, weights, aims, load)])
-    hosts = hosts[np.sort(np.unique(hosts, axis=0, return_index=True)[1])]
+    made = (_spread_natively if use_native else spread)(blocks, weights, aims, load)
+    hosts = np.stack(list({host.tobytes(): host for host in (blocks.home, *made)}.values()))  # home first
     homes = np.broadcast_to(blocks.home, hosts.shape)
     counts = native.count_all if use_native else count_all
     counted = counts(mask, blocks.bounds, np.ascontiguousarray(homes), dispatch.cp_size, node, hosts)
@@ -211,6 +211,13 @@ def spread(blocks: Blocks, weights: Weights, aims: list[Aim], load: np.ndarray) 
         load: area of each rank at home, int64 ``[cp_size]``.
     """
     return [_Spreading(blocks, weights, aim, load).run() for aim in aims]
+
+
+def _spread_natively(blocks: Blocks, weights: Weights, aims: list[Aim], load: np.ndarray) -> np.ndarray:
+    """`spread` in C++."""
+    arrays = [blocks.home, blocks.rows, blocks.area, blocks.low, blocks.high]
+    of_rows = [weights.query, weights.key, weights.far, weights.ranks_per_node, MOST_HOSTS, FIXED_ROWS]
+    return native.spread(arrays, of_rows, [tuple(aim) for aim in aims], load)
 
 
 class _Spreading:
