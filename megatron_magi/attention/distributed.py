@@ -319,8 +319,6 @@ class _DistributedAttention(torch.autograd.Function):
         ctx.call, ctx.plan = call, plan
         ctx.set_materialize_grads(False)
         q, out_of_all, lse_of_all = of_all
-        if out is not out_of_all:
-            out, lse = out.clone(), lse.clone()  # outputs may be changed in place, views of what is saved may not
         ctx.save_for_backward(q, k, v, sink, out_of_all, lse_of_all, *saved_keys)
         # One call for both: a second one would replace the first.
         ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))

@@ -261,7 +261,6 @@ def _moves_us(moved: Moved, num_rows: np.ndarray, rates: Rates, cost: CostModel,
     back_us = _transfer_us(moved.sent, moved.received, 1, rates, back * of_row + of_lse * cost.num_heads_q)
     guests, sent = moved.received.sum(axis=1), moved.sent.sum(axis=1)
     copied = (guests > 0) * (num_rows + guests) * there + sent * back
-    copied = copied + (0 if is_backward else (guests > 0) * num_rows * back)
     return there_us + back_us + copied * (2 * of_row / (rates.memory_gbytes_per_s * 1e3))
 
 
