@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_magi.attention import distributed, distributed_attention, travel
 from megatron_magi.attention.prepared_batch import AttnShape, prepare_batch
 from megatron_magi.comm.group_collective import group_cast, group_reduce
-from megatron_magi.config import AttendConfig, MagiConfig
+from megatron_magi.config import AttendConfig, MagiConfig, OverlapConfig
 from megatron_magi.plan import Dispatch, Plan, given_dispatch, make_plan
 from tests.attention import cases as cs
 from tests.attention.test_distributed import assert_case_within_budget, gather, run_case
@@ -80,34 +80,40 @@ def test_every_option_works_with_queries_that_travel(ranks, num_ranks: int) -> N
     check(todo, ranks(num_ranks, run_travel, todo), num_ranks)
 
 
-def run_prepared(rank: int, num_ranks: int) -> list[tuple[torch.Tensor, ...]]:
+def run_prepared(rank: int, num_ranks: int, case: cs.Case, device: str = "cpu") -> list[tuple[torch.Tensor, ...]]:
     """Results of two plans over one layout, and of the same from a prepared batch."""
-    config = MagiConfig(attend=AttendConfig(impl="torch"))
-    case = cs.Case(cs.documents([30, 34]), config)
+    device = f"{device}:{rank}" if device == "cuda" else device
+    config, n = case.config, case.mask.total_seqlen_q
     shape = AttnShape(case.num_heads_q, case.num_heads_kv, case.head_dim, case.head_dim_v, case.dtype)
+    shape = shape.kernels_for(device, config.attend.impl)
     x, found = cs.inputs(case), []
-    home, hosts = (given_dispatch(scattered(64, num_ranks, at), 64, num_ranks) for at in (3, 4))
+    home, hosts = (given_dispatch(scattered(n, num_ranks, at), n, num_ranks) for at in (3, 4))
     for is_prepared in (False, True):
         plans = {
             name: make_plan(mask, config, num_ranks, home, hosts).for_rank(rank)
-            for name, mask in (("documents", case.mask), ("window", cs.window(64, 9)))
+            for name, mask in (("documents", case.mask), ("window", cs.window(n, 9)))
         }
         if is_prepared:
-            prepare_batch(plans, shape, config).to("cpu")
+            prepare_batch(plans, shape, config).to(device)
             assert all(plan.runtime.moves for plan in plans.values())
-        rows = torch.from_numpy(np.minimum(home.global_index(rank), 63))
+        rows = torch.from_numpy(np.minimum(home.global_index(rank), n - 1))
         for plan in plans.values():
-            q, k, v = (x[name][rows].requires_grad_() for name in "qkv")
+            q, k, v = (x[name][rows].to(device, case.dtype).requires_grad_() for name in "qkv")
             out, _ = distributed_attention(q, k, v, plan, dist.group.WORLD, config=config)
             out[: plan.num_tokens].sum().backward()
-            found.append(tuple(t[: plan.num_tokens].detach() for t in (out, q.grad, k.grad, v.grad)))
+            found.append(tuple(t[: plan.num_tokens].detach().cpu() for t in (out, q.grad, k.grad, v.grad)))
     return found
 
 
-def test_prepared_batches_and_several_masks_over_one_layout_travel(ranks) -> None:
-    for plain_documents, plain_window, documents, window in ranks(3, run_prepared):
+def assert_prepared_is_plain(results: list[list[tuple[torch.Tensor, ...]]]) -> None:
+    for plain_documents, plain_window, documents, window in results:
         for plain, prepared in ((plain_documents, documents), (plain_window, window)):
             assert all(torch.equal(a, b) for a, b in zip(plain, prepared, strict=True))
+
+
+def test_prepared_batches_and_several_masks_over_one_layout_travel(ranks) -> None:
+    case = cs.Case(cs.documents([30, 34]), MagiConfig(attend=AttendConfig(impl="torch")))
+    assert_prepared_is_plain(ranks(3, run_prepared, case))
 
 
 def run_counting(rank: int, num_ranks: int, case: cs.Case) -> tuple[dict[str, int], dict[str, int]]:
@@ -157,3 +163,16 @@ def test_queries_travel_between_gpus(ranks) -> None:
     num_ranks, todo = 2, cs.hopper_variants()[::4]
     run = functools.partial(run_travel, device="cuda")
     check(todo, ranks(num_ranks, run, todo, backend="nccl", timeout_s=240.0), num_ranks)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("one_launch", [False, True])
+def test_prepared_batches_travel_between_gpus(ranks, one_launch) -> None:
+    config = MagiConfig(
+        overlap=OverlapConfig(one_launch=one_launch), attend=AttendConfig(impl="ffa", deterministic=True)
+    )
+    case = cs.Case(cs.documents([700, 900]), config, head_dim=64, head_dim_v=64, dtype=torch.bfloat16)
+    run = functools.partial(run_prepared, device="cuda")
+    assert_prepared_is_plain(ranks(2, run, case, backend="nccl", timeout_s=240.0))
