@@ -350,14 +350,18 @@ def draw(path: str, rows: list[list], checked: list[list]) -> None:
 
 
 def draw_layouts(path: str, rows: list[list]) -> None:
-    """Step over that of the planned layout (above), and received bytes (below), over GPUs; a column for each mask."""
+    """Step over that of the planned layout (above), and received bytes (below), over GPUs; a column for each mask of
+    which queries travel.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    masks = list(dict.fromkeys((line[0], int(line[1])) for line in rows))
-    figure, axes = plt.subplots(2, len(masks), figsize=(3.2 * len(masks), 6), layout="constrained", squeeze=False)
+    masks = list(dict.fromkeys((line[0], int(line[1])) for line in rows if float(line[7])))
+    figure, axes = plt.subplots(
+        2, len(masks), figsize=(3.3 * len(masks), 6), layout="constrained", squeeze=False, sharey="row"
+    )
     for column, (name, tokens) in enumerate(masks):
         here = [line for line in rows if (line[0], int(line[1])) == (name, tokens)]
         planned = {line[2]: float(line[8]) for line in here if line[3] == "planned"}
@@ -370,12 +374,12 @@ def draw_layouts(path: str, rows: list[list]) -> None:
         axes[0, column].set(title=f"{name.replace('_', ' ')}, {tokens // 1024}k tokens a GPU", xscale="log")
         axes[1, column].set(xlabel="GPUs", xscale="log", yscale="log")
         for axis in axes[:, column]:
-            axis.set_xticks(gpus, [f"{n:,}" for n in gpus], fontsize=7)
+            axis.set_xticks(gpus, [f"{n:,}" for n in gpus])
             axis.minorticks_off()
             axis.grid(lw=0.3)
-    axes[0, 0].set_ylabel("predicted step / planned layout's")
+    axes[0, 0].set_ylabel("predicted step / that of the planned layout")
     axes[1, 0].set_ylabel("MiB received in a forward pass, mean")
-    axes[0, -1].legend(fontsize=7, frameon=False)
+    axes[1, -1].legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
