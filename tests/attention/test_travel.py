@@ -116,6 +116,25 @@ def test_prepared_batches_and_several_masks_over_one_layout_travel(ranks) -> Non
     assert_prepared_is_plain(ranks(3, run_prepared, case))
 
 
+def run_not_finite(rank: int, num_ranks: int) -> str:
+    """The error of each rank where a row of rank 1 that rank 0 computes is not finite."""
+    config = MagiConfig(attend=AttendConfig(impl="torch", sanity_check=True))
+    home, hosts = (given_dispatch(name, 64, num_ranks) for name in ("contiguous", "zigzag"))
+    plan = make_plan(cs.documents([64]), config, num_ranks, home, hosts).for_rank(rank)
+    q, k, v = (torch.ones(32, heads, 8) for heads in (4, 2, 2))
+    distributed_attention(q, k, v, plan, dist.group.WORLD, config=config)
+    q[plan.moves.rows[0] if rank == 1 else 0] = torch.nan if rank == 1 else 1.0
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        distributed_attention(q, k, v, plan, dist.group.WORLD, config=config)
+    return str(caught.value)
+
+
+def test_a_row_that_travels_and_is_not_finite_is_named_before_it_is_sent(ranks) -> None:
+    other, here = ranks(2, run_not_finite)
+    assert here.startswith("q: row 16 holds nan; another rank computes it, on rank 1 of the group")
+    assert "rank 1" in other and "q: row 16 holds nan" in other
+
+
 def run_counting(rank: int, num_ranks: int, case: cs.Case) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that this rank receives in a step, as collectives count them and as the plan says."""
     received = {"keys": 0, "gradients of keys": 0, "moves": 0}
