@@ -36,6 +36,7 @@ class Spreading {
     for (Int i = 0; i < b_.num; ++i)
       if (b_.area[i] > 0) left_[b_.home[i]].push_back(i);
     of_home_ = left_;
+    for (Int r = 0; r < b_.cp_size; ++r) node_.push_back(r / w_.ranks_per_node);
   }
 
   void run() {
@@ -51,7 +52,7 @@ class Spreading {
   }
 
  private:
-  Int node(Int rank) const { return rank / w_.ranks_per_node; }
+  Int node(Int rank) const { return node_[rank]; }
 
   // Gives one run of a rank's blocks away; false if no other has room for any.
   bool give(Int rank) {
@@ -96,17 +97,25 @@ class Spreading {
     return true;
   }
 
+  // Adds a rank to those with the smallest areas, in order of these and then of ranks; ranks come ascending.
+  void insert(Ints& least, Int rank) const {
+    const Int num = least.size();
+    if (num == w_.most_hosts && load_[least.back()] <= load_[rank]) return;
+    if (num < w_.most_hosts)
+      least.push_back(rank);
+    else
+      least.back() = rank;
+    for (auto i = least.end() - 1; i != least.begin() && load_[*(i - 1)] > load_[*i]; --i) std::swap(*(i - 1), *i);
+  }
+
   // Ranks that are compared, ascending.
   Ints hosts_for(Int rank) const {
-    Ints by_load(b_.cp_size), some;
-    std::iota(by_load.begin(), by_load.end(), 0);
-    std::stable_sort(by_load.begin(), by_load.end(), [&](Int a, Int b) { return load_[a] < load_[b]; });
-    Int all = 0, inside = 0;
-    for (const Int r : by_load) {
-      const bool is_near = node(r) == node(rank);
-      if (all++ < w_.most_hosts || (is_near && inside < w_.most_hosts)) some.push_back(r);
-      inside += is_near;
+    Ints some, inside;
+    for (Int r = 0; r < b_.cp_size; ++r) {
+      insert(some, r);
+      if (node(r) == node(rank)) insert(inside, r);
     }
+    some.insert(some.end(), inside.begin(), inside.end());
     for (Int r = std::max<Int>(rank - 1, 0); r < std::min(rank + 2, b_.cp_size); ++r) some.push_back(r);
     if (last_[rank] >= 0) some.push_back(last_[rank]);
     std::sort(some.begin(), some.end());
@@ -119,26 +128,35 @@ class Spreading {
   const Ints& price_of(Int host) {
     Ints& price = price_[host];
     if (!price.empty()) return price;
-    auto& held = held_[host];
-    if (held.empty()) {
-      held.resize(b_.num);
-      for (Int i = 0; i < b_.num; ++i) held[i] = b_.home[i] == host;
-      cover(held, of_home_[host].begin(), of_home_[host].end());
-    }
     price.resize(b_.num + 1);
-    for (Int i = 0; i < b_.num; ++i) {
-      const Int far = node(b_.home[i]) == node(host) ? 1 : w_.far;
-      price[i + 1] = price[i] + (held[i] ? 0 : b_.rows[i] * far * w_.key);
-    }
+    auto& held = held_[host];
+    held.resize(b_.num);
+    for (Int i = 0; i < b_.num; ++i) held[i] = b_.home[i] == host;
+    cover(host, of_home_[host].begin(), of_home_[host].end());
+    update(host, 0);
     return price;
   }
 
-  // Adds the keys that blocks need.
-  void cover(std::vector<char>& held, Ints::const_iterator first, Ints::const_iterator last) const {
-    Ints change(b_.num + 1);
-    for (; first != last; ++first) ++change[b_.low[*first]], --change[b_.high[*first]];
-    for (Int i = 0, depth = 0; i < b_.num; ++i)
-      if ((depth += change[i]) > 0) held[i] = 1;
+  // Adds the keys that blocks need to those that a rank holds or fetches; returns the first that may be new.
+  Int cover(Int host, Ints::const_iterator first, Ints::const_iterator last) {
+    auto& held = held_[host];
+    Int low = b_.num, high = 0;
+    for (auto i = first; i != last; ++i) low = std::min(low, b_.low[*i]), high = std::max(high, b_.high[*i]);
+    if (low >= high) return b_.num;
+    Ints change(high - low + 1);
+    for (; first != last; ++first) ++change[b_.low[*first] - low], --change[b_.high[*first] - low];
+    for (Int i = low, depth = 0; i < high; ++i)
+      if ((depth += change[i - low]) > 0) held[i] = 1;
+    return low;
+  }
+
+  // Prices from a block on.
+  void update(Int host, Int from) {
+    Ints& price = price_[host];
+    const auto& held = held_[host];
+    const Int near = w_.key, far = w_.key * w_.far, here = node(host);
+    for (Int i = from; i < b_.num; ++i)
+      price[i + 1] = price[i] + (held[i] ? 0 : b_.rows[i] * (node(b_.home[i]) == here ? near : far));
   }
 
   void move(Int rank, Int host, Int start, Int end, Int area) {
@@ -146,8 +164,7 @@ class Spreading {
     const auto first = left.begin() + start, stop = left.begin() + end;
     for (auto i = first; i != stop; ++i) host_[*i] = host;
     load_[rank] -= area, load_[host] += area, last_[rank] = host;
-    cover(held_[host], first, stop);
-    price_[host].clear();
+    update(host, cover(host, first, stop));
     left.erase(first, stop);
   }
 
@@ -156,7 +173,7 @@ class Spreading {
   Int target_;
   bool near_;
   Int* host_;
-  Ints load_, last_;
+  Ints load_, last_, node_;
   std::vector<Ints> left_, of_home_, price_;
   std::vector<std::vector<char>> held_;
 };
