@@ -19,24 +19,74 @@ struct Weights {
   Int query, key, far, ranks_per_node, most_hosts, fixed_rows;
 };
 
+// What all assignments start from; prices are found when they are asked for.
+class Start {
+ public:
+  Start(const Blocks& blocks, const Weights& weights)
+      : b(blocks), w(weights), of_home(blocks.cp_size), price_(blocks.cp_size), held_(blocks.cp_size) {
+    for (Int i = 0; i < b.num; ++i)
+      if (b.area[i] > 0) of_home[b.home[i]].push_back(i);
+    for (Int r = 0; r < b.cp_size; ++r) node.push_back(r / w.ranks_per_node);
+  }
+
+  // Cost of the keys before each block that a rank neither holds nor fetches.
+  const Ints& price(Int host) {
+    Ints& price = price_[host];
+    if (!price.empty()) return price;
+    auto& held = held_[host];
+    held.resize(b.num), price.resize(b.num + 1);
+    for (Int i = 0; i < b.num; ++i) held[i] = b.home[i] == host;
+    cover(held, of_home[host].begin(), of_home[host].end());
+    update(price, held, host, 0);
+    return price;
+  }
+
+  const std::vector<char>& held(Int host) const { return held_[host]; }
+
+  // Adds the keys that blocks need to those that a rank holds or fetches; returns the first that may be new.
+  Int cover(std::vector<char>& held, Ints::const_iterator first, Ints::const_iterator last) const {
+    Int low = b.num, high = 0;
+    for (auto i = first; i != last; ++i) low = std::min(low, b.low[*i]), high = std::max(high, b.high[*i]);
+    if (low >= high) return b.num;
+    Ints change(high - low + 1);
+    for (; first != last; ++first) ++change[b.low[*first] - low], --change[b.high[*first] - low];
+    for (Int i = low, depth = 0; i < high; ++i)
+      if ((depth += change[i - low]) > 0) held[i] = 1;
+    return low;
+  }
+
+  // Prices from a block on.
+  void update(Ints& price, const std::vector<char>& held, Int host, Int from) const {
+    const Int near = w.key, far = w.key * w.far, here = node[host];
+    for (Int i = from; i < b.num; ++i)
+      price[i + 1] = price[i] + (held[i] ? 0 : b.rows[i] * (node[b.home[i]] == here ? near : far));
+  }
+
+  const Blocks b;
+  const Weights w;
+  std::vector<Ints> of_home;
+  Ints node;
+
+ private:
+  std::vector<Ints> price_;
+  std::vector<std::vector<char>> held_;
+};
+
 class Spreading {
  public:
-  Spreading(const Blocks& blocks, const Weights& weights, Int target, bool near, const Int* load, Int* host)
-      : b_(blocks),
-        w_(weights),
+  Spreading(Start& start, Int target, bool near, const Int* load, Int* host)
+      : start_(start),
+        b_(start.b),
+        w_(start.w),
         target_(target),
         near_(near),
         host_(host),
-        load_(load, load + blocks.cp_size),
-        last_(blocks.cp_size, -1),
-        left_(blocks.cp_size),
-        price_(blocks.cp_size),
-        held_(blocks.cp_size) {
+        load_(load, load + b_.cp_size),
+        last_(b_.cp_size, -1),
+        left_(start.of_home),
+        price_(b_.cp_size),
+        held_(b_.cp_size) {
     std::copy(b_.home, b_.home + b_.num, host_);
-    for (Int i = 0; i < b_.num; ++i)
-      if (b_.area[i] > 0) left_[b_.home[i]].push_back(i);
-    of_home_ = left_;
-    for (Int r = 0; r < b_.cp_size; ++r) node_.push_back(r / w_.ranks_per_node);
   }
 
   void run() {
@@ -52,7 +102,7 @@ class Spreading {
   }
 
  private:
-  Int node(Int rank) const { return node_[rank]; }
+  Int node(Int rank) const { return start_.node[rank]; }
 
   // Gives one run of a rank's blocks away; false if no other has room for any.
   bool give(Int rank) {
@@ -124,57 +174,26 @@ class Spreading {
     return some;
   }
 
-  // Cost of the keys before each block that a rank neither holds nor fetches.
-  const Ints& price_of(Int host) {
-    Ints& price = price_[host];
-    if (!price.empty()) return price;
-    price.resize(b_.num + 1);
-    auto& held = held_[host];
-    held.resize(b_.num);
-    for (Int i = 0; i < b_.num; ++i) held[i] = b_.home[i] == host;
-    cover(host, of_home_[host].begin(), of_home_[host].end());
-    update(host, 0);
-    return price;
-  }
-
-  // Adds the keys that blocks need to those that a rank holds or fetches; returns the first that may be new.
-  Int cover(Int host, Ints::const_iterator first, Ints::const_iterator last) {
-    auto& held = held_[host];
-    Int low = b_.num, high = 0;
-    for (auto i = first; i != last; ++i) low = std::min(low, b_.low[*i]), high = std::max(high, b_.high[*i]);
-    if (low >= high) return b_.num;
-    Ints change(high - low + 1);
-    for (; first != last; ++first) ++change[b_.low[*first] - low], --change[b_.high[*first] - low];
-    for (Int i = low, depth = 0; i < high; ++i)
-      if ((depth += change[i - low]) > 0) held[i] = 1;
-    return low;
-  }
-
-  // Prices from a block on.
-  void update(Int host, Int from) {
-    Ints& price = price_[host];
-    const auto& held = held_[host];
-    const Int near = w_.key, far = w_.key * w_.far, here = node(host);
-    for (Int i = from; i < b_.num; ++i)
-      price[i + 1] = price[i] + (held[i] ? 0 : b_.rows[i] * (node(b_.home[i]) == here ? near : far));
-  }
+  const Ints& price_of(Int host) { return price_[host].empty() ? start_.price(host) : price_[host]; }
 
   void move(Int rank, Int host, Int start, Int end, Int area) {
     Ints& left = left_[rank];
     const auto first = left.begin() + start, stop = left.begin() + end;
     for (auto i = first; i != stop; ++i) host_[*i] = host;
     load_[rank] -= area, load_[host] += area, last_[rank] = host;
-    update(host, cover(host, first, stop));
+    if (price_[host].empty()) price_[host] = start_.price(host), held_[host] = start_.held(host);
+    start_.update(price_[host], held_[host], host, start_.cover(held_[host], first, stop));
     left.erase(first, stop);
   }
 
-  Blocks b_;
-  Weights w_;
+  Start& start_;
+  const Blocks& b_;
+  const Weights& w_;
   Int target_;
   bool near_;
   Int* host_;
-  Ints load_, last_, node_;
-  std::vector<Ints> left_, of_home_, price_;
+  Ints load_, last_;
+  std::vector<Ints> left_, price_;
   std::vector<std::vector<char>> held_;
 };
 
@@ -188,7 +207,6 @@ extern "C" __attribute__((visibility("default"))) void magi_spread(Int num_block
                                                                    const Int* targets, const Int* near, Int num_aims,
                                                                    const Int* load, Int* hosts) {
   const Blocks blocks{num_blocks, cp_size, home, rows, area, low, high};
-  const Weights of_rows{weights[0], weights[1], weights[2], weights[3], weights[4], weights[5]};
-  for (Int i = 0; i < num_aims; ++i)
-    Spreading(blocks, of_rows, targets[i], near[i] != 0, load, hosts + i * num_blocks).run();
+  Start start(blocks, {weights[0], weights[1], weights[2], weights[3], weights[4], weights[5]});
+  for (Int i = 0; i < num_aims; ++i) Spreading(start, targets[i], near[i] != 0, load, hosts + i * num_blocks).run();
 }

@@ -37,10 +37,16 @@ class TravelArgs(NamedTuple):
             tensors: ``[num_rows, ...]`` each.
             group, impl: as in `group_cast`.
         """
-        guests = group_cast(tensors, self.there, group, impl=impl, kept=True).wait()
-        if not self.there.num_recv:
+        coming, num_guests = group_cast(tensors, self.there, group, impl=impl, kept=True), self.there.num_recv
+        if not num_guests:
+            coming.wait()
             return list(tensors)
-        return [torch.cat(pair) for pair in zip(tensors, guests, strict=True)]
+        both = [x.new_empty((self.num_rows + num_guests, *x.shape[1:])) for x in tensors]
+        for into, x in zip(both, tensors, strict=True):
+            into[: self.num_rows].copy_(x)  # while guests travel
+        for into, guests in zip(both, coming.wait(), strict=True):
+            into[self.num_rows :].copy_(guests)
+        return both
 
     def to_homes(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, impl: str) -> list[torch.Tensor]:
         """The rows of this rank, ``[num_rows, ...]``: the tensors if it has no guests, otherwise views. Collective.

@@ -251,7 +251,8 @@ class _Steps(NamedTuple):
 def _moves_us(moved: Moved, num_rows: np.ndarray, rates: Rates, cost: CostModel, is_backward: bool) -> np.ndarray:
     """Microseconds of a pass for rows of queries that other ranks compute, ``[num_dispatches, cp_size]``.
 
-    Nothing hides them: kernels begin when q and dout have arrived. A host copies its own rows next to its guests'.
+    Nothing hides them: kernels begin when q and dout have arrived. Meanwhile a host copies its own rows next to where
+    those of its guests will be.
     """
     dk, dv = cost.head_dims
     there, back = (dv, dk) if is_backward else (dk, dv)
@@ -260,8 +261,9 @@ def _moves_us(moved: Moved, num_rows: np.ndarray, rates: Rates, cost: CostModel,
     there_us = _transfer_us(moved.received, moved.sent, 1, rates, there * of_row)
     back_us = _transfer_us(moved.sent, moved.received, 1, rates, back * of_row + of_lse * cost.num_heads_q)
     guests, sent = moved.received.sum(axis=1), moved.sent.sum(axis=1)
-    copied = (guests > 0) * (num_rows + guests) * there + sent * back
-    return there_us + back_us + copied * (2 * of_row / (rates.memory_gbytes_per_s * 1e3))
+    us_of_byte = 2 * of_row / (rates.memory_gbytes_per_s * 1e3)
+    own_us = (guests > 0) * num_rows * (there * us_of_byte)
+    return np.maximum(there_us, own_us) + back_us + (guests * there + sent * back) * us_of_byte
 
 
 def _transfer_us(received: np.ndarray, sent: np.ndarray, degree: int, rates: Rates, row_bytes: int) -> np.ndarray:
