@@ -16,7 +16,7 @@ import time
 from benchmarks._lib.batches import PackedCase
 from benchmarks._lib.provenance import write_csv
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
-from megatron_magi.plan import given_dispatch, make_plan, native
+from megatron_magi.plan import cpp_solver, given_dispatch, make_plan
 from megatron_magi.plan.travel import Choice, choose_hosts
 
 CASES = (
@@ -72,7 +72,7 @@ def main() -> None:
     rows = []
     for case in CASES:
         for layout in LAYOUTS:
-            for planner in ("python", "native") if native.available() else ("python",):
+            for planner in ("python", "native") if cpp_solver.available() else ("python",):
                 rows.append(row(case, layout, planner, args.repeats, args.seconds))
                 print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
     if args.csv:

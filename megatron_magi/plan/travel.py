@@ -12,16 +12,16 @@ import numpy as np
 
 from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.config import CostModel, MagiConfig
+from megatron_magi.cost_model import Rates
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
-from megatron_magi.plan import native
+from megatron_magi.plan import cpp_solver
 from megatron_magi.plan.chunks import chunk_areas
 from megatron_magi.plan.counts import count_all, count_moves
 from megatron_magi.plan.partition import Runs
 from megatron_magi.plan.predict import Moved, Prediction, predict_all
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.types import Dispatch
-from megatron_magi.rates import Rates
 
 EVEN = 1.02
 """Largest area over the mean up to which all queries stay at home."""
@@ -125,11 +125,11 @@ def choose_hosts(mask: AttnMask, dispatch: Dispatch, config: MagiConfig) -> Choi
     node = config.comm.ranks_per_node or rates.ranks_per_node
     weights = Weights.of(config.overlap.cost, rates, node)
     aims = _aims(load, node)
-    use_native = native.chosen(config.dispatch.planner)
+    use_native = cpp_solver.chosen(config.dispatch.planner)
     made = (_spread_natively if use_native else spread)(blocks, weights, aims, load)
     hosts = np.stack(list({host.tobytes(): host for host in (blocks.home, *made)}.values()))  # home first
     homes = np.broadcast_to(blocks.home, hosts.shape)
-    counts = native.count_all if use_native else count_all
+    counts = cpp_solver.count_all if use_native else count_all
     counted = counts(mask, blocks.bounds, np.ascontiguousarray(homes), dispatch.cp_size, node, hosts)
     moved = Moved(*count_moves(blocks.bounds, blocks.home, hosts, dispatch.cp_size, node))
     rows = [max(dispatch.shard_lengths)] * len(hosts)
@@ -217,7 +217,7 @@ def _spread_natively(blocks: Blocks, weights: Weights, aims: list[Aim], load: np
     """`spread` in C++."""
     arrays = [blocks.home, blocks.rows, blocks.area, blocks.low, blocks.high]
     of_rows = [weights.query, weights.key, weights.far, weights.ranks_per_node, MOST_HOSTS, FIXED_ROWS]
-    return native.spread(arrays, of_rows, [tuple(aim) for aim in aims], load)
+    return cpp_solver.spread(arrays, of_rows, [tuple(aim) for aim in aims], load)
 
 
 class _Spreading:

@@ -152,9 +152,9 @@ def test_a_choice_is_the_same_on_every_rank_and_depends_on_the_rates() -> None:
 
 
 def test_python_and_cpp_choose_the_same_hosts() -> None:
-    from megatron_magi.plan import native
+    from megatron_magi.plan import cpp_solver
 
-    if not native.available():
+    if not cpp_solver.available():
         pytest.skip("the C++ planner is not built")
     rng = np.random.default_rng(0)
     for seed in range(12):
