@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention.call_signature import AttentionCall
+from megatron_magi.attention.travel import TravelArgs
 from megatron_magi.backends.base import Backend, Program
 from megatron_magi.comm.group_collective import Args
 from megatron_magi.config import MagiConfig
@@ -84,6 +85,7 @@ class CachedCall:
         tail: rows after the fetched ones, to be zeroed; None if the number of fetched rows is known on the host.
         stage_tables: see `know_stages`; None if there is nothing to do.
         comm_impl: of the collectives; one that reads numbers of rows on the device if the host does not know them.
+        travel: rows that other ranks compute; None if there are none.
         program: passes over all stages at once, if the implementation has them and they are faster.
     """
 
@@ -103,6 +105,7 @@ class CachedCall:
     record: AttentionCall
     backward_record: AttentionCall
     stages: tuple[Program | None, ...]
+    travel: TravelArgs | None
     program: Program | None
     stage_tables: Callable[[], None] | None
     tail: torch.Tensor | None
@@ -126,7 +129,9 @@ class CachedCall:
     def sums_meet(self) -> bool:
         """Whether the backward passes of the stages share the sums of dq, which the last one converts to dq."""
         (q, k, v), of_keys = self.template.layouts, [cast.num_recv for cast in self.casts]
-        return self.backend.sums_meet(q, k, v, self.bands, [q.shape[0], *of_keys], self.backward_options)
+        if self.travel is not None:
+            q = q.new_empty((q.shape[0] + self.travel.there.num_recv, *q.shape[1:]))
+        return self.backend.sums_meet(q, k, v, self.bands, [k.shape[0], *of_keys], self.backward_options)
 
     def hints(self, stage: int) -> dict[str, Program]:
         """Further arguments of the backend for the passes of a stage."""

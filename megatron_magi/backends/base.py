@@ -315,7 +315,7 @@ class StageMasks(NamedTuple):
 
     Attributes:
         bands: of each stage; stage 0 is that of own keys.
-        num_rows: of the shard.
+        num_rows: queries.
         num_keys: of each stage.
         first_backward: the stage that the backward computes first.
         facts: by which kernels are chosen (`ChangingMask.facts`), one for each stage; of the masks themselves when

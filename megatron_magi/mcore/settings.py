@@ -36,7 +36,8 @@ def magi_config(args: Namespace, default: MagiConfig) -> MagiConfig:
         default: what holds where the command line says nothing.
 
     Raises:
-        ValueError: ``default`` asks for uneven shards, or for sums of gradients that are summed already.
+        ValueError: ``default`` asks for uneven shards, for sums of gradients that are summed already, or for queries
+            that travel in captured graphs.
     """
     check_config(args, default)
     tp_size = args.tensor_model_parallel_size
@@ -91,7 +92,9 @@ def _dispatch_config(args: Namespace, default: DispatchConfig) -> DispatchConfig
     if args.fp8 is not None:
         per_sequence *= 32 if args.fp8_recipe == "mxfp8" else 16
     chunk_size = default.chunk_size if args.magi_chunk_size is None else args.magi_chunk_size
-    return replace(default, alignment=args.micro_batch_size * per_sequence, chunk_size=chunk_size)
+    # Captured queries do not travel.
+    queries = "home" if captures(args) and default.queries == "auto" else default.queries
+    return replace(default, alignment=args.micro_batch_size * per_sequence, chunk_size=chunk_size, queries=queries)
 
 
 def buffer_length(args: Namespace, num_sequences: int | None = None) -> int:

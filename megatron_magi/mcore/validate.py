@@ -248,7 +248,8 @@ def check_config(args: Namespace, default: MagiConfig) -> None:
         default: what holds where the command line says nothing.
 
     Raises:
-        ValueError: it asks for uneven shards, or for sums of gradients that are summed already.
+        ValueError: it asks for uneven shards, for sums of gradients that are summed already, or for queries that travel
+            in captured iterations.
     """
     if default.comm.dsink_all_reduce == "sum" and args.softmax_type == "learnable" and args.context_parallel_size > 1:
         raise ValueError(
@@ -257,6 +258,9 @@ def check_config(args: Namespace, default: MagiConfig) -> None:
         )
     if default.dispatch.uneven_shard:
         raise ValueError("uneven_shard: Megatron's pipeline stages exchange tensors of one shape; drop it")
+    is_captured = args.context_parallel_size > 1 and getattr(args, "cuda_graph_impl", "none") == "full_iteration"
+    if is_captured and default.dispatch.queries == "travel":
+        raise ValueError("dispatch.queries: 'travel' (MAGI_ATTENTION_QO_COMM=1) does not go with captured iterations")
 
 
 def check_masks(

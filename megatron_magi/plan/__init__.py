@@ -5,7 +5,7 @@ result.
 """
 
 from megatron_magi.plan.layouts import LAYOUTS, Layout, given_dispatch
-from megatron_magi.plan.plan import Plan, PlanStats, dispatch_from_chunks, make_dispatch, make_plan
+from megatron_magi.plan.plan import Plan, PlanStats, dispatch_from_chunks, make_dispatch, make_plan, who_computes
 from megatron_magi.plan.plan_set import PlanSet
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, Step, StepKind, Transfer
 
@@ -25,4 +25,5 @@ __all__ = [
     "given_dispatch",
     "make_dispatch",
     "make_plan",
+    "who_computes",
 ]

@@ -8,12 +8,13 @@ import torch
 
 from megatron_magi import api
 from megatron_magi.attention import AttnShape, StaticPlans, distributed_attention, prepare_batch
+from megatron_magi.attention.cuda_graph import _StaticPlan
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.plan import device_plan, schedule_of
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import driver
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.plan import RankPlan, make_plan
+from megatron_magi.plan import RankPlan, given_dispatch, make_plan
 from tests.attention.cases import random_mask
 from tests.backends.sm90.fake_driver import fake_driver
 
@@ -342,3 +343,10 @@ def test_a_static_key_is_of_one_group_and_configuration():
         api.make_static_key(key, headroom=0)
     with pytest.raises(ValueError, match="key: "):
         api.make_static_key(static)
+
+
+def test_plans_whose_queries_travel_are_refused_by_name():
+    home, hosts = (given_dispatch(name, 64, 2) for name in ("contiguous", "zigzag"))
+    plan = make_plan(builders.causal(64), MagiConfig(overlap=ONE_STAGE), 2, home, hosts).for_rank(0)
+    with pytest.raises(ValueError, match=r"^plans: queries of 'a' travel.*dispatch.queries=\"home\""):
+        _StaticPlan("a", [plan], CPU, None, None, 2.0)

@@ -183,6 +183,20 @@ def test_captured_attention_of_several_ranks_has_one_stage(monkeypatch: pytest.M
     assert (overlap.degree, overlap.one_launch) == ((1, False) if cp_size > 1 else (3, True))
 
 
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_captured_queries_do_not_travel(monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
+    travel = MagiConfig(dispatch=DispatchConfig(queries="travel"))
+    for extra, queries in ((FULL_ITERATION, "home"), ((), "auto")):
+        args = _parse(monkeypatch, *extra, "--context-parallel-size", str(cp_size))
+        args.params_dtype, args.kv_channels = torch.bfloat16, 16
+        assert magi_config(args, MagiConfig()).dispatch.queries == queries
+        if extra and cp_size > 1:
+            with pytest.raises(ValueError, match=r"^dispatch.queries: 'travel' .* captured iterations"):
+                magi_config(args, travel)
+        else:
+            assert magi_config(args, travel).dispatch.queries == "travel"
+
+
 MLA = ["--multi-latent-attention", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "12"]
 
 

@@ -160,7 +160,7 @@ def _pass_shapes(masks: StageMasks, use: TableUse, problem: Problem) -> PassShap
     if not masks.is_fused and not masks.is_alone:
         return None
     forward = PassShape(
-        problem._replace(num_keys=masks.num_rows + masks.num_fetched), masks.num_fetched, use.num_sms,
+        problem._replace(num_keys=masks.num_keys[0] + masks.num_fetched), masks.num_fetched, use.num_sms,
         use.sm_margins[0], use.deterministic,
     )  # fmt: skip
     backward = forward._replace(sm_margin=use.sm_margins[1])
