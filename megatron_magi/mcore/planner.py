@@ -21,6 +21,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.microbatch import Microbatch, document_bounds, sequence_bounds
 from megatron_magi.mask.source import LayerMasks, MaskSource
+from megatron_magi.mcore.layout import dispatch_in
 from megatron_magi.plan import Dispatch, PlanSet, PlanStats, RankPlan, make_plan
 
 SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
@@ -91,6 +92,7 @@ class Planner:
         seq_length: tokens a sequence in Megatron's tensors, all ranks together, if that is fixed.
         rolls: rows will be shifted by one token, as in multi-token prediction.
         compares: ranks compare what they read; without it the fingerprint is of the plans alone.
+        layout: of the tokens, ``zigzag`` or ``contiguous``; the planner's own when None.
     """
 
     config: MagiConfig
@@ -103,6 +105,7 @@ class Planner:
     seq_length: int | None = None
     rolls: bool = False
     compares: bool = True
+    layout: str | None = None
     _last: list[_PlannedMasks] = field(default_factory=list, repr=False)  # the one made last, or none
 
     def __call__(self, fields: Fields, *, needs_backward: bool = True) -> PlannedBatch:
@@ -165,7 +168,11 @@ class Planner:
         return self._last[0]
 
     def _make_plans(self, masks: dict[MaskSource, AttnMask], key: tuple[tuple[AttnMask, ...], bool]) -> _PlannedMasks:
-        plans = PlanSet(masks.__getitem__, masks, self.config, self.cp_rank, self.cp_size)
+        given = None
+        if self.layout is not None:
+            total = next(iter(masks.values())).total_seqlen_q
+            given = dispatch_in(self.layout, total, self.cp_size, self.config.dispatch)
+        plans = PlanSet(masks.__getitem__, masks, self.config, self.cp_rank, self.cp_size, given)
         of_layers = {source.text: plans.of(source) for source in masks}
         prepared = prepare_plans(of_layers, self.shape, self.config, needs_backward=key[1])
         roll, tables = None, []

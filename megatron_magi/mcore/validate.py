@@ -59,6 +59,8 @@ def check_unused(args: Namespace) -> None:
     for name in ("magi_mask", "magi_layer_masks", "magi_chunk_size", "magi_overlap_degree"):
         if getattr(args, name, None) is not None:  # arguments from a YAML file do not have it
             raise ValueError(f"{name}: needs --attention-backend magi")
+    if getattr(args, "magi_layout", "auto") != "auto":
+        raise ValueError("magi_layout: needs --attention-backend magi")
 
 
 def settle_arguments(args: Namespace) -> list[str]:
@@ -292,6 +294,8 @@ def _check_own(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None:
             int_at_least(value, name, least)
+    if args.magi_layout in ("zigzag", "contiguous") and args.magi_chunk_size is not None:
+        raise ValueError(f"magi_chunk_size: the layout {args.magi_layout} has no chunks; drop it or --magi-layout")
 
 
 def _check_attention(args: Namespace) -> None:
