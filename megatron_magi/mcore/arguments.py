@@ -67,6 +67,7 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
     """Validates in place: with our checks, Megatron's own (``stock``) and those of the result."""
     from megatron.training import arguments
 
+    from megatron_magi.mcore.hybrid_pattern import check_linear_layers
     from megatron_magi.mcore.settings import buffer_length, layer_masks
     from megatron_magi.mcore.validate import (
         check_evaluation,
@@ -92,6 +93,7 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
     for name, value in wanted.items():
         setattr(args, name, value)
     check_layout(args)
+    check_linear_layers(args)
     padded = buffer_length(args)
     check_padding(args, padded)
     for notice in chunk_notices(args, padded):

@@ -1,11 +1,19 @@
-"""Patterns of hybrid models: which layers have attention, and which are refused. Imports no layers."""
+"""Patterns of hybrid models: which layers have attention or run through tokens, and which are refused.
+
+Imports no layers.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
+from megatron_magi.mcore.versions import found_version, release
+
 _ATTENTION = "*+"
-_REFUSED = {"M": "Mamba", "G": "gated delta net", "D": "sparse attention of DeepSeek"}
+_LINEAR = "MG"
+_REFUSED = {"D": "sparse attention of DeepSeek"}
+_MAMBA_EXPANSION = 2
+"""Channels of a Mamba layer over the hidden size, where the number of its heads is not given."""
 
 
 def check(pattern: str | None, name: str = "hybrid_layer_pattern") -> None:
@@ -18,12 +26,24 @@ def check(pattern: str | None, name: str = "hybrid_layer_pattern") -> None:
     Raises:
         ValueError: there are such layers; names them.
     """
-    found = [f"{letter} ({kind})" for letter, kind in _REFUSED.items() if letter in (pattern or "")]
+    letters = pattern or ""
+    found = [f"{letter} ({kind})" for letter, kind in _REFUSED.items() if letter in letters]
     if found:
         raise ValueError(
             f"{name}: {pattern!r} has the layers {', '.join(found)}, which do not work with "
-            "--attention-backend magi, as it dispatches tokens in another order; *, +, - and E do"
+            "--attention-backend magi, as they choose their keys themselves; *, +, -, E, M and G do"
         )
+    if "G" in letters and release(found_version()) < (0, 19):
+        raise ValueError(
+            f"{name}: {pattern!r} has the layers G (gated delta net), which need megatron-core 0.19 with "
+            f"--attention-backend magi, found {found_version()}"
+        )
+
+
+def linear_layers(args: Namespace) -> str:
+    """The kinds of linear layers that a model has: ``M``, ``G``, both or none."""
+    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
+    return "".join(letter for letter in _LINEAR if letter in pattern)
 
 
 def attention_layers(args: Namespace) -> list[int]:
@@ -36,3 +56,62 @@ def attention_layers(args: Namespace) -> list[int]:
         return list(range(1, args.num_layers + 1))
     stacks = pattern.replace("|", "").split("/")
     return sorted({n for stack in stacks for n, letter in enumerate(stack, 1) if letter in _ATTENTION})
+
+
+def check_linear_layers(args: Namespace) -> None:
+    """Refuses options that do not go with linear layers, if the model has some.
+
+    Args:
+        args: a parsed command line.
+
+    Raises:
+        ValueError: there is one; names it.
+    """
+    letters = linear_layers(args)
+    if letters and args.cuda_graph_impl == "full_iteration":
+        raise ValueError(
+            "cuda_graph_impl: full_iteration with --attention-backend magi does not work with linear layers "
+            f"({', '.join(letters)}), which take the order of tokens and bounds of documents from outside of the graph"
+        )
+    has_documents = args.reset_attention_mask or args.sft or args.dataloader_inter_document_masking
+    if args.context_parallel_size == 1 and not has_documents:
+        return  # they run as they do in Megatron
+    if "M" in letters:
+        _check_mamba(args)
+    if "G" in letters:
+        _check_gated_delta_net(args)
+
+
+def _check_mamba(args: Namespace) -> None:
+    if not args.use_mamba_mem_eff_path:
+        raise ValueError(
+            "disable_mamba_mem_eff_path: Mamba's other path knows no documents and no order of tokens; drop it"
+        )
+    tp_size, cp_size = args.tensor_model_parallel_size, args.context_parallel_size
+    heads = args.mamba_num_heads or args.hidden_size * _MAMBA_EXPANSION // args.mamba_head_dim
+    _check_heads("mamba_num_heads", heads, args)
+    groups = args.mamba_num_groups // tp_size
+    if args.mamba_num_groups % tp_size or (groups % cp_size and cp_size % groups):
+        raise ValueError(
+            f"mamba_num_groups: {args.mamba_num_groups} groups cannot be split evenly, nor each be shared evenly, "
+            f"between {tp_size} tensor- times {cp_size} context-parallel ranks"
+        )
+
+
+def _check_gated_delta_net(args: Namespace) -> None:
+    if args.deterministic_mode:
+        raise ValueError(
+            "deterministic_mode: Megatron's deterministic gated delta net knows no documents and no order of tokens; "
+            "drop it, or train without documents and context parallelism"
+        )
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        _check_heads(name, getattr(args, name), args)
+
+
+def _check_heads(name: str, heads: int, args: Namespace) -> None:
+    tp_size, cp_size = args.tensor_model_parallel_size, args.context_parallel_size
+    if heads % (tp_size * cp_size):
+        raise ValueError(
+            f"{name}: {heads} heads cannot be split evenly between {tp_size} tensor- times {cp_size} context-parallel "
+            "ranks, as which these layers exchange tokens for heads"
+        )

@@ -37,7 +37,7 @@ class MagiModelMixin:
 
     def __init__(self, config: Any, spec: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, replace_core_attention(spec), *args, **kwargs)
-        check_attention(self, self.pg_collection.cp.size())
+        check_attention(self)
         rotary = getattr(self, "rotary_pos_emb", None)
         if rotary is not None:
             unslice(rotary)

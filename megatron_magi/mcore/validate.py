@@ -258,6 +258,11 @@ def check_masks(
             "mtp_num_layers: multi-token prediction takes the next row for the next token, which in a prefix_tree "
             "may be another sample's"
         )
+    if hybrid_pattern.linear_layers(args) and "prefix_tree" in names:
+        raise ValueError(
+            "magi_mask: in a prefix_tree the samples branch off a shared prefix, and linear layers (M, G) have one "
+            "state, which runs from each sample into the next; give each sample its own prefix, as a document"
+        )
 
 
 def check_model(args: Namespace, model: str = "gpt") -> None:

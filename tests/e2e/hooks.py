@@ -71,6 +71,13 @@ def _set_sinks(chunks: list[torch.nn.Module], workdir: Path) -> list[torch.nn.Mo
     return chunks
 
 
+def linear_kernels(workdir: Path) -> None:
+    """Megatron's linear layers run on CPUs, with definitions of their kernels in torch."""
+    from tests.mcore import linear_kernels
+
+    linear_kernels.install()
+
+
 def no_streams(workdir: Path) -> None:
     """Lets the schedule that overlaps experts' communication run on the CPU, where tensors belong to no stream."""
     if not torch.cuda.is_available():

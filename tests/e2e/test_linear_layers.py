@@ -1,0 +1,55 @@
+"""Hybrid models with linear layers (Mamba, gated delta nets): the loss curve of stock Megatron on one rank.
+
+Their kernels are for GPUs; here they are definitions in torch (`tests.mcore.linear_kernels`).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_magi.testing.megatron_launch import PRETRAIN_HYBRID
+from tests.e2e.parity import Case, Runs, assert_same_curve
+from tests.e2e.test_hybrid import EXPERTS, MAGI, ODD_LENGTH, PIPELINE, RECOMPUTE, TENSOR
+
+KERNELS = "tests.e2e.hooks:linear_kernels"
+SIZES = (
+    *("--mamba-head-dim", "16", "--mamba-num-groups", "2", "--mamba-state-dim", "8"),
+    *("--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
+    *("--linear-key-head-dim", "8", "--linear-value-head-dim", "16"),
+)
+# Stock confines attention alone to documents that end at a token.
+DOCUMENTS = ("--reset-attention-mask",)
+WHOLE = {"without": DOCUMENTS}
+CP1 = {"num_ranks": 1, "cp_size": 1}
+CP4 = {"num_ranks": 4, "cp_size": 4}
+TWO_SEQUENCES = ("--micro-batch-size", "2")
+
+
+def hybrid(pattern: str, model: tuple[str, ...] = (), *args: object, **kwargs: object) -> Case:
+    model = ("--hybrid-layer-pattern", pattern, *SIZES, *model)
+    return Case(model, *args, script=PRETRAIN_HYBRID, before=KERNELS, same_weights=True, **kwargs)
+
+
+def layout(name: str) -> tuple[str, ...]:
+    return ("--magi-layout", name)
+
+
+CASES = {
+    "cp1": hybrid("M*G-", (), MAGI, **CP1, **WHOLE),
+    "cp2": hybrid("M*G-", **WHOLE),
+    "cp2_zigzag": hybrid("M*G-", (), layout("zigzag"), **WHOLE),
+    "cp2_contiguous": hybrid("M*G-", (), layout("contiguous"), **WHOLE),
+    "cp4_length_that_does_not_divide": hybrid("M*G-", ODD_LENGTH, **CP4, **WHOLE),
+    "cp2_two_sequences": hybrid("M*G-", (*TWO_SEQUENCES, *ODD_LENGTH), **WHOLE),
+    "cp2_experts": hybrid("ME*EGE", EXPERTS, **WHOLE),
+    "cp2_full_recompute": hybrid("M*G-", (), RECOMPUTE, **WHOLE),
+    "tp2_sp_cp2_two_sequences": hybrid("M*G-", TWO_SEQUENCES, TENSOR, 4, **WHOLE),
+    "pp2_cp2": hybrid("M*G-", (), (*PIPELINE, "--hybrid-layer-pattern", "M*|G-"), 4, **WHOLE),
+    "multi_token_prediction": hybrid("M*G-/M*", **WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_curve_equals_stock_on_one_rank(name: str, runs: Runs) -> None:
+    case = CASES[name]
+    assert_same_curve(runs.magi(case), runs.stock(case))
