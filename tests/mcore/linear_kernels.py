@@ -17,7 +17,11 @@ def mamba_split_conv1d_scan_combined(
     zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor, dt_bias: Tensor, A: Tensor, D: Tensor, *,
     chunk_size: int, activation: str, headdim: int, ngroups: int, norm_before_gate: bool, seq_idx: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Mamba 2 of ``[batch, seqlen, d]`` as a masked product: each token with all before it in its document."""
+    """Mamba 2 of ``[batch, seqlen, d]`` as a masked product: each token with all before it in its document.
+
+    Computed in fp64: differences of sums over the sequence would lose what comes late in it.
+    """
+    dtype, zxbcdt = zxbcdt.dtype, zxbcdt.double()
     batch, seqlen, width = zxbcdt.shape
     heads, inner = len(D), len(D) * headdim
     states = (width - 2 * inner - heads) // 2
@@ -33,7 +37,7 @@ def mamba_split_conv1d_scan_combined(
     decay = (elapsed.unsqueeze(2) - elapsed.unsqueeze(1)).masked_fill(~visible, -torch.inf).exp()
     weights = torch.einsum("bqhn,bkhn->bqkh", c, b) * decay * dt.unsqueeze(1)
     y = torch.einsum("bqkh,bkhp->bqhp", weights, x) + x * D.unsqueeze(-1)
-    return y.flatten(2) * F.silu(z)
+    return (y.flatten(2) * F.silu(z)).to(dtype)
 
 
 def _short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, same: Tensor) -> Tensor:
