@@ -8,6 +8,7 @@ from argparse import Namespace
 from megatron_magi.config import DispatchConfig
 from megatron_magi.plan import Dispatch, given_dispatch
 
+
 def layout_of(args: Namespace) -> str | None:
     """The layout that a validated command line asks for, as `Planner` takes it: None is the planner's own.
 

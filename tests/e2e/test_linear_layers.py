@@ -5,6 +5,8 @@ Their kernels are for GPUs; here they are definitions in torch (`tests.mcore.lin
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from megatron_magi.testing.megatron_launch import PRETRAIN_HYBRID
@@ -47,6 +49,28 @@ CASES = {
     "pp2_cp2": hybrid("M*G-", (), (*PIPELINE, "--hybrid-layer-pattern", "M*|G-"), 4, **WHOLE),
     "multi_token_prediction": hybrid("M*G-/M*", **WHOLE),
 }
+
+
+GPU_SIZES = (
+    *("--hidden-size", "256", "--mamba-head-dim", "64", "--mamba-num-groups", "2", "--mamba-state-dim", "64"),
+    *("--linear-num-key-heads", "2", "--linear-num-value-heads", "4"),
+    *("--linear-key-head-dim", "64", "--linear-value-head-dim", "64", "--bf16"),
+)
+KERNEL_PACKAGES = ("mamba_ssm", "causal_conv1d", "fla")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in KERNEL_PACKAGES),
+    reason="needs mamba-ssm, causal-conv1d, fla-core",
+)
+def test_losses_in_bf16_equal_stock_with_kernels(runs: Runs) -> None:
+    model = ("--hybrid-layer-pattern", "M*G-", *GPU_SIZES)
+    case = Case(model, MAGI, script=PRETRAIN_HYBRID, same_weights=True, **CP1, **WHOLE)
+    stock, found = runs.stock(case), runs.magi(case)
+    for iteration, loss in stock.losses.items():
+        print(iteration, loss, found.losses[iteration])
+        assert abs(found.losses[iteration] - loss) < 1e-2
 
 
 @pytest.mark.parametrize("name", CASES)

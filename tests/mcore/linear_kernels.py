@@ -6,6 +6,7 @@ flash-linear-attention. They define what a document is by masks and by computing
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def chunk_gated_delta_rule(
 
     bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     parts = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         part = (x[:, begin:end] for x in (q, k, v))
         out, _ = torch_chunk_gated_delta_rule(*part, g=g[:, begin:end], beta=beta[:, begin:end], chunk_size=16)
         parts.append(out)
