@@ -24,6 +24,7 @@ DOCUMENTS = ("--reset-attention-mask",)
 WHOLE = {"without": DOCUMENTS}
 CP1 = {"num_ranks": 1, "cp_size": 1}
 CP4 = {"num_ranks": 4, "cp_size": 4}
+BOUNDS = ("--dataloader-inter-document-masking",)
 TWO_SEQUENCES = ("--micro-batch-size", "2")
 
 
@@ -48,6 +49,8 @@ CASES = {
     "tp2_sp_cp2_two_sequences": hybrid("M*G-", TWO_SEQUENCES, TENSOR, 4, **WHOLE),
     "pp2_cp2": hybrid("M*G-", (), (*PIPELINE, "--hybrid-layer-pattern", "M*|G-"), 4, **WHOLE),
     "multi_token_prediction": hybrid("M*G-/M*", **WHOLE),
+    # Stock attention on CPUs takes no documents of the data loader.
+    "cp2_documents": hybrid("M-G-", BOUNDS, **WHOLE),
 }
 
 
