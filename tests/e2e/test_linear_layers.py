@@ -6,11 +6,12 @@ Their kernels are for GPUs; here they are definitions in torch (`tests.mcore.lin
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
-from megatron_magi.testing.megatron_launch import PRETRAIN_HYBRID
-from tests.e2e.parity import Case, Runs, assert_same_curve
+from megatron_magi.testing.megatron_launch import PRETRAIN_HYBRID, RunResult, launch, tiny_gpt_args
+from tests.e2e.parity import LOSS_TOLERANCE, Case, Runs, assert_same_curve
 from tests.e2e.test_hybrid import EXPERTS, MAGI, ODD_LENGTH, PIPELINE, RECOMPUTE, TENSOR
 
 KERNELS = "tests.e2e.hooks:linear_kernels"
@@ -52,6 +53,22 @@ CASES = {
     # Stock attention on CPUs takes no documents of the data loader.
     "cp2_documents": hybrid("M-G-", BOUNDS, **WHOLE),
 }
+
+
+@pytest.mark.parametrize(("saved_at", "resumed_at"), [(2, 1), (1, 2)], ids=["cp2_to_stock", "stock_to_cp2"])
+def test_training_resumes_under_another_parallelism(saved_at: int, resumed_at: int, runs: Runs, tmp_path: Path) -> None:
+    def train(cp_size: int, *extra: str) -> RunResult:
+        model = ("--hybrid-layer-pattern", "M*G-", *SIZES, *extra)
+        args = tiny_gpt_args(runs.corpus, *model, train_iters=6, context_parallel_size=cp_size)
+        args = [a for a in args if a not in DOCUMENTS]
+        return launch(args, cp_size, script=PRETRAIN_HYBRID, before=KERNELS)
+
+    whole = train(1)
+    first = train(saved_at, "--save", str(tmp_path), "--save-interval", "3", "--exit-interval", "3")
+    second = train(resumed_at, "--load", str(tmp_path))
+    assert list(second.losses) == [4, 5, 6]
+    for iteration, loss in (first.losses | second.losses).items():
+        assert abs(loss - whole.losses[iteration]) <= LOSS_TOLERANCE * loss, iteration
 
 
 GPU_SIZES = (
