@@ -56,7 +56,10 @@ def _mamba(norm: Any) -> ModuleSpec:
     products = LocalSpecProvider()
     mixer = MambaMixerSubmodules(in_proj=products.column_parallel_linear(), out_proj=products.row_parallel_linear())
     submodules = MambaLayerSubmodules(
-        norm=norm, mixer=ModuleSpec(module=MambaMixer, submodules=mixer), mamba_bda=get_bias_dropout_add
+        norm=norm,
+        mixer=ModuleSpec(module=MambaMixer, submodules=mixer),
+        mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},  # as Transformer Engine names it
     )
     return ModuleSpec(module=MambaLayer, submodules=submodules)
 
@@ -70,6 +73,7 @@ def _gated_delta_net(norm: Any) -> ModuleSpec:
         input_layernorm=norm,
         self_attention=ModuleSpec(module=GatedDeltaNet, submodules=mixer),
         self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.in_proj.layer_norm_"},
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
