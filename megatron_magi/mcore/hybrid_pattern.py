@@ -1,4 +1,4 @@
-"""Patterns of hybrid models: which layers have attention or run through tokens, and which are refused.
+"""Patterns of layers: which have attention or run through tokens, in hybrid models and GPTs, and which are refused.
 
 Imports no layers.
 """
@@ -12,6 +12,7 @@ from megatron_magi.mcore.versions import found_version, release
 _ATTENTION = "*+"
 _LINEAR = "MG"
 _REFUSED = {"D": "sparse attention of DeepSeek"}
+_VARIANT = "gated_delta_net"
 _MAMBA_EXPANSION = 2
 """Channels of a Mamba layer over the hidden size, where the number of its heads is not given."""
 
@@ -33,16 +34,32 @@ def check(pattern: str | None, name: str = "hybrid_layer_pattern") -> None:
             f"{name}: {pattern!r} has the layers {', '.join(found)}, which do not work with "
             "--attention-backend magi, as they choose their keys themselves; *, +, -, E, M and G do"
         )
-    if "G" in letters and release(found_version()) < (0, 19):
-        raise ValueError(
-            f"{name}: {pattern!r} has the layers G (gated delta net), which need megatron-core 0.19 with "
-            f"--attention-backend magi, found {found_version()}"
-        )
+    if "G" in letters:
+        _check_version(f"{name}: {pattern!r} has the layers G (gated delta net), which")
+
+
+def check_variant(variant: str | None) -> None:
+    """Refuses GPTs with another ``experimental_attention_variant`` than gated delta nets.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if variant == _VARIANT:
+        _check_version(f"experimental_attention_variant: {variant!r} layers")
+    elif variant is not None:
+        raise ValueError(f"experimental_attention_variant: {variant!r} does not work with --attention-backend magi")
+
+
+def _check_version(what: str) -> None:
+    if release(found_version()) < (0, 19):
+        raise ValueError(f"{what} need megatron-core 0.19 with --attention-backend magi, found {found_version()}")
 
 
 def linear_layers(args: Namespace) -> str:
     """The kinds of linear layers that a model has: ``M``, ``G``, both or none."""
     pattern = getattr(args, "hybrid_layer_pattern", None) or ""
+    if getattr(args, "experimental_attention_variant", None) == _VARIANT:
+        pattern += "G"
     return "".join(letter for letter in _LINEAR if letter in pattern)
 
 
@@ -53,9 +70,23 @@ def attention_layers(args: Namespace) -> list[int]:
     """
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
-        return list(range(1, args.num_layers + 1))
+        layers = range(1, args.num_layers + 1)
+        is_linear = _gated_delta_nets(args)
+        return [number for number in layers if not is_linear[number - 1]]
     stacks = pattern.replace("|", "").split("/")
     return sorted({n for stack in stacks for n, letter in enumerate(stack, 1) if letter in _ATTENTION})
+
+
+def _gated_delta_nets(args: Namespace) -> list[bool]:
+    """Of the layers of a GPT, as Megatron reads ``--linear-attention-freq``."""
+    every = getattr(args, "linear_attention_freq", None)
+    if getattr(args, "experimental_attention_variant", None) != _VARIANT or every is None:
+        return [False] * args.num_layers
+    if isinstance(every, int):
+        return [number % every != 0 for number in range(1, args.num_layers + 1)]
+    if len(every) != args.num_layers:
+        raise ValueError(f"linear_attention_freq: names {len(every)} layers of {args.num_layers}")
+    return [bool(is_linear) for is_linear in every]
 
 
 def check_linear_layers(args: Namespace) -> None:

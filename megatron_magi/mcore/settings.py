@@ -15,7 +15,7 @@ from megatron_magi.envs import Environment
 from megatron_magi.mask.builders import causal
 from megatron_magi.mask.source import LayerMasks, MaskSource, load_function
 from megatron_magi.mcore.core_attention import layer_window
-from megatron_magi.mcore.hybrid_pattern import attention_layers
+from megatron_magi.mcore.hybrid_pattern import attention_layers, linear_layers
 from megatron_magi.mcore.layout import dispatch_in, layout_of
 from megatron_magi.mcore.validate import check_config, check_masks
 from megatron_magi.plan import make_dispatch
@@ -148,7 +148,10 @@ def summary(args: Namespace, *, by: str | None) -> str:
     if args.magi_layer_masks is not None:
         mask += f"; layers as {args.magi_layer_masks} says"
     by = by or "torch (correct, but slow)"
-    return f"> attention by megatron_magi: {by}, context parallelism {args.context_parallel_size}, mask: {mask}"
+    if linear_layers(args):
+        mask += "; linear layers run through documents"
+    lie = "" if layout_of(args) is None else f", layout {layout_of(args)}"
+    return f"> attention by megatron_magi: {by}, context parallelism {args.context_parallel_size}{lie}, mask: {mask}"
 
 
 def layer_masks(args: Namespace) -> LayerMasks:

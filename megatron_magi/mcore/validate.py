@@ -329,9 +329,7 @@ def _check_precision(args: Namespace) -> None:
 def _check_layers(args: Namespace) -> None:
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern"):
         hybrid_pattern.check(getattr(args, name, None), name)
-    variant = getattr(args, "experimental_attention_variant", None)
-    if variant is not None:
-        raise ValueError(f"experimental_attention_variant: {variant!r} does not work with --attention-backend magi")
+    hybrid_pattern.check_variant(getattr(args, "experimental_attention_variant", None))
     balancing = args.moe_router_load_balancing_type
     names = balancing if isinstance(balancing, list) else [balancing]
     if args.num_experts and "seq_aux_loss" in names and args.micro_batch_size and args.micro_batch_size > 1:

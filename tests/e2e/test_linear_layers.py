@@ -14,6 +14,7 @@ from megatron_magi.testing.megatron_launch import PRETRAIN_HYBRID, RunResult, la
 from tests.e2e.parity import LOSS_TOLERANCE, Case, Runs, assert_same_curve
 from tests.e2e.test_hybrid import EXPERTS, MAGI, ODD_LENGTH, PIPELINE, RECOMPUTE, TENSOR
 
+TUNE_LESS = "tests.e2e.hooks:tune_less"
 KERNELS = "tests.e2e.hooks:linear_kernels"
 SIZES = (
     *("--mamba-head-dim", "16", "--mamba-num-groups", "2", "--mamba-state-dim", "8"),
@@ -50,9 +51,22 @@ CASES = {
     "tp2_sp_cp2_two_sequences": hybrid("M*G-", TWO_SEQUENCES, TENSOR, 4, **WHOLE),
     "pp2_cp2": hybrid("M*G-", (), (*PIPELINE, "--hybrid-layer-pattern", "M*|G-"), 4, **WHOLE),
     "multi_token_prediction": hybrid("M*G-/M*", **WHOLE),
+    "gpt_cp2": Case(
+        ("--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "[1,0]", *SIZES[6:]),
+        before="tests.e2e.hooks:local_gated_delta_nets",
+        same_weights=True,
+        **WHOLE,
+    ),
     # Stock attention on CPUs takes no documents of the data loader.
     "cp2_documents": hybrid("M-G-", BOUNDS, **WHOLE),
 }
+
+
+def test_documents_that_end_at_a_token_are_those_of_one_rank(runs: Runs) -> None:
+    """Stock Megatron would carry the states of linear layers over them."""
+    case = hybrid("ME*GE", (*EXPERTS, *ODD_LENGTH))
+    one_rank = hybrid("ME*GE", (*EXPERTS, *ODD_LENGTH), MAGI, **CP1)
+    assert_same_curve(runs.magi(case), runs.magi(one_rank))
 
 
 @pytest.mark.parametrize(("saved_at", "resumed_at"), [(2, 1), (1, 2)], ids=["cp2_to_stock", "stock_to_cp2"])
@@ -86,7 +100,7 @@ KERNEL_PACKAGES = ("mamba_ssm", "causal_conv1d", "fla")
 )
 def test_losses_in_bf16_equal_stock_with_kernels(runs: Runs) -> None:
     model = ("--hybrid-layer-pattern", "M*G-", *GPU_SIZES)
-    case = Case(model, MAGI, script=PRETRAIN_HYBRID, same_weights=True, **CP1, **WHOLE)
+    case = Case(model, MAGI, script=PRETRAIN_HYBRID, before=TUNE_LESS, same_weights=True, **CP1, **WHOLE)
     stock, found = runs.stock(case), runs.magi(case)
     for iteration, loss in stock.losses.items():
         print(iteration, loss, found.losses[iteration])

@@ -7,6 +7,7 @@ flash-linear-attention. They define what a document is by masks and by computing
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -108,6 +109,21 @@ class GatedNorm(nn.Module):
         return make_sharded_tensors_for_checkpoint(
             state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"]
         )
+
+
+def tune_less() -> None:
+    """Triton kernels that are defined from now on take one configuration, a small one, of those they could choose of.
+
+    To compile and time all takes minutes, for results that do not depend on it.
+    """
+    import triton
+
+    choose = triton.autotune
+
+    def size(config: Any) -> int:
+        return config.num_stages * math.prod(x for x in config.kwargs.values() if isinstance(x, int) and x)
+
+    triton.autotune = lambda configs, *args, **options: choose([min(configs, key=size)], *args, **options)
 
 
 def install() -> None:

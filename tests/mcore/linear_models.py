@@ -87,13 +87,16 @@ def bounds_of(fields: dict[str, torch.Tensor]) -> list[tuple[int, int]]:
 
 def start(*, on_cpu: bool = True) -> None:
     """All ranks are context-parallel; on CPUs with definitions of the kernels."""
+    from tests.mcore import linear_kernels
+
     if on_cpu:
         cpu_device.install(force=True)
+    else:
+        linear_kernels.tune_less()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from megatron_magi.mcore import hybrid, linear_layers
-    from tests.mcore import linear_kernels
 
     if on_cpu:
         linear_kernels.install()

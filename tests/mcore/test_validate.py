@@ -15,7 +15,7 @@ from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiC
 from megatron_magi.mask import builders
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
 from megatron_magi.mcore.forward_step import attention_shape
-from megatron_magi.mcore.hybrid_pattern import check_linear_layers
+from megatron_magi.mcore.hybrid_pattern import attention_layers, check_linear_layers
 from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, summary, with_nodes
 from megatron_magi.mcore.validate import check_layout, check_unused, settle_arguments, validate_arguments
 from megatron_magi.plan import make_dispatch
@@ -77,7 +77,7 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         (["--hybrid-layer-pattern", "*-D-", "--context-parallel-size", "1"], "hybrid_layer_pattern"),
         (["--hybrid-layer-pattern", "*-*-/D-"], "hybrid_layer_pattern"),
         (["--hybrid-override-pattern", "D*"], "hybrid_override_pattern"),
-        (["--experimental-attention-variant", "gated_delta_net"], "experimental_attention_variant"),
+        (["--experimental-attention-variant", "dsa"], "experimental_attention_variant"),
         (["--hybrid-context-parallel"], "hybrid_context_parallel"),
         (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
         (["--qk-clip"], "qk_clip"),
@@ -99,6 +99,7 @@ def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: l
 
 MAMBA = ["--hybrid-layer-pattern", "M*-", "--mamba-head-dim", "16", "--mamba-num-groups", "2"]
 DELTA = ["--hybrid-layer-pattern", "*-/G-"]
+VARIANT = ["--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "2"]
 ONE_RANK = ["--context-parallel-size", "1"]
 
 
@@ -115,6 +116,7 @@ ONE_RANK = ["--context-parallel-size", "1"]
         ([*DELTA, "--deterministic-mode", *ONE_RANK], "deterministic_mode"),
         ([*DELTA, "--linear-num-key-heads", "2", "--tensor-model-parallel-size", "2"], "linear_num_key_heads"),
         ([*DELTA, "--linear-num-value-heads", "3"], "linear_num_value_heads"),
+        ([*VARIANT, "--linear-num-value-heads", "3"], "linear_num_value_heads"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -234,6 +236,16 @@ def test_a_prefix_tree_needs_more_than_one_state(monkeypatch: pytest.MonkeyPatch
     layer_masks(_parse(monkeypatch, "--magi-mask", "prefix_tree"))
     with pytest.raises(ValueError, match=r"^magi_mask: in a prefix_tree .* linear layers \(M, G\) have one state"):
         layer_masks(_parse(monkeypatch, "--magi-mask", "prefix_tree", *MAMBA))
+
+
+@pytest.mark.parametrize(
+    ("extra", "layers"),
+    [([], [1, 2, 3, 4, 5]), (VARIANT, [2, 4]), ([*VARIANT, "--linear-attention-freq", "[1,0,0,1,0]"], [2, 3, 5])],
+)
+def test_layers_of_a_gpt_with_gated_delta_nets_that_have_attention(
+    monkeypatch: pytest.MonkeyPatch, extra: list[str], layers: list[int]
+) -> None:
+    assert attention_layers(_parse(monkeypatch, "--num-layers", "5", *extra)) == layers
 
 
 def first_layer_in_blocks(layer_number: int) -> str | None:
@@ -432,3 +444,9 @@ def test_the_log_says_what_attends_and_to_what(
     args = _parse(monkeypatch, *extra, without=without)
     assert summary(args, by=None).endswith(f"torch (correct, but slow), context parallelism 2, mask: {mask}")
     assert f": {BACKENDS['cudnn'].title}, context" in summary(args, by=BACKENDS["cudnn"].title)
+
+
+def test_the_log_names_the_layout_and_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = summary(_parse(monkeypatch, "--magi-layout", "zigzag", *MAMBA), by=None)
+    assert "context parallelism 2, layout zigzag, mask: causal inside documents" in said
+    assert said.endswith("; linear layers run through documents")
