@@ -61,35 +61,29 @@ def test_packed_documents_are_those_of_stock_alone(num_ranks: int, expected: dic
             assert (got.gradients[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
 
 
-def probe(
-    rank: int, num_ranks: int, pattern: str, settings: list[tuple], options: dict
-) -> list[tuple[list[list[bool]], bool]]:
-    """For each document, if other tokens in it change losses of each; whether one does where there are no documents."""
-    start(on_cpu=not options)
-    model = build("magi", pattern, **options)
-
-    def reach(layout: str | None, batch_size: int) -> tuple[list[list[bool]], bool]:
-        fields = microbatch(batch_size, 4 if options else 1)
-        bounds, before, table = bounds_of(fields), step(model, fields, layout).losses, []
-        for document in bounds:
-            same = step(model, changed(fields, *document), layout).losses == before
-            table.append([not bool(same[begin:end].all()) for begin, end in bounds])
-        whole, (begin, end) = joined(fields), bounds[1]
-        differs = step(model, changed(whole, *bounds[0]), layout).losses != step(model, whole, layout).losses
-        return table, bool(differs[begin:end].any())
-
-    return [reach(*setting) for setting in settings]
+def probe(rank: int, num_ranks: int, layout: str | None, batch_size: int) -> tuple[np.ndarray, float]:
+    """Change of each document's losses by other tokens in each, and of the second by the first without documents."""
+    start()
+    return _probed(build("magi", "MG*"), microbatch(batch_size), layout)
 
 
-def assert_documents_are_apart(found: list[tuple[list[list[bool]], bool]]) -> None:
-    for table, spills in found:
-        assert table == np.eye(len(table), dtype=bool).tolist()
-        assert spills
+def _probed(model: torch.nn.Module, fields: dict, layout: str | None) -> tuple[np.ndarray, float]:
+    bounds, before = bounds_of(fields), step(model, fields, layout).losses
+    changes = np.zeros((len(bounds), len(bounds)))
+    for i, document in enumerate(bounds):
+        change = (step(model, changed(fields, *document), layout).losses - before).abs()
+        changes[i] = [change[begin:end].max() for begin, end in bounds]
+    whole, (begin, end) = joined(fields), bounds[1]
+    spilt = step(model, changed(whole, *bounds[0]), layout).losses - step(model, whole, layout).losses
+    return changes, spilt[begin:end].abs().max().item()
 
 
-def test_a_token_of_another_document_changes_nothing() -> None:
-    for found in run_ranks(probe, 2, "MG*", [(None, 1), ("zigzag", 2)], {}, timeout_s=120.0):
-        assert_documents_are_apart(found)
+@pytest.mark.parametrize(("layout", "batch_size"), [(None, 1), ("zigzag", 2)])
+def test_a_token_of_another_document_changes_nothing(layout: str | None, batch_size: int) -> None:
+    for changes, spilt in run_ranks(probe, 2, layout, batch_size, timeout_s=120.0):
+        assert (np.diag(changes) > 0.1).all()
+        assert not changes[~np.eye(len(changes), dtype=bool)].any()
+        assert spilt > 0.01
 
 
 def has_kernels() -> bool:
@@ -122,9 +116,19 @@ def test_packed_documents_are_those_of_stock_alone_with_kernels(pattern: str) ->
     assert carried > 10 * error
 
 
+def probe_on_gpu(rank: int, num_ranks: int, pattern: str) -> tuple[np.ndarray, float]:
+    start(on_cpu=False)
+    return _probed(build("magi", pattern, **LARGE), microbatch(1, 4), None)
+
+
 @pytest.mark.gpu
 @needs_kernels
 @pytest.mark.parametrize("pattern", ["M-", "G-"])
 def test_a_token_of_another_document_changes_nothing_with_kernels(pattern: str) -> None:
-    (found,) = run_ranks(probe, 1, pattern, [(None, 1)], LARGE, backend="nccl", timeout_s=300.0)
-    assert_documents_are_apart(found)
+    """Mamba's sums in a block of tokens run over bounds of documents and are subtracted, which leaves rounding."""
+    ((changes, spilt),) = run_ranks(probe_on_gpu, 1, pattern, backend="nccl", timeout_s=300.0)
+    others = changes[~np.eye(len(changes), dtype=bool)].max()
+    print(f"largest change by another document {others:.1e}, without documents {spilt:.1e}")
+    print(f"smallest change by its own tokens {np.diag(changes).min():.1e}")
+    assert others <= (2e-3 if "M" in pattern else 0)
+    assert spilt > 10 * others
