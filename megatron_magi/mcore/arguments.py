@@ -68,6 +68,7 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
     """Validates in place: with our checks, Megatron's own (``stock``) and those of the result."""
     from megatron.training import arguments
 
+    from megatron_magi.mcore.hybrid_pattern import check_linear_layers
     from megatron_magi.mcore.settings import buffer_length, layer_masks
     from megatron_magi.mcore.validate import (
         check_evaluation,
@@ -99,6 +100,7 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
         args.variable_seq_lengths = True  # pipeline stages tell each other lengths
         if not args.num_experts:
             args.moe_token_dispatcher_type = "alltoall"  # Megatron asks for it, of models without experts too
+    check_linear_layers(args)
     padded = buffer_length(args)
     check_padding(args, padded)
     for notice in chunk_notices(args, padded):

@@ -81,6 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Tokens of a chunk: tokens are distributed over context-parallel ranks in chunks. Chosen if not given.",
     )
     group.add_argument(
+        "--magi-layout",
+        choices=("auto", "planned", "zigzag", "contiguous"),
+        default="auto",
+        help="Which rank holds which tokens. planned: what the planner chooses for the masks. zigzag: pieces r and "
+        "2 * CP - 1 - r of 2 * CP; contiguous: piece r of CP, of the sequences of a microbatch one after another. auto "
+        "is planned.",
+    )
+    group.add_argument(
         "--magi-overlap-degree",
         metavar="STAGES",
         type=int,

@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_magi.comm.roll import RollArgs, make_roll_args
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore.planner import Fields, PlannedBatch, Planner
+from megatron_magi.mcore.token_order import TokenOrder
 from megatron_magi.plan import RankPlan
 
 Window = tuple[int, int] | None
@@ -29,14 +30,23 @@ class LayerPlans:
         fields: of the microbatch, for masks that were not prepared.
         planned: what was made ahead.
         successors: made of its arrays, if it has them.
+        order: likewise.
 
     Attributes:
         stats: of the plan that decided the distribution of tokens.
         dispatch: the distribution.
     """
 
-    def __init__(self, planner: Planner, fields: Fields, planned: PlannedBatch, successors: RollArgs | None) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        fields: Fields,
+        planned: PlannedBatch,
+        successors: RollArgs | None,
+        order: TokenOrder | None,
+    ) -> None:
         self._planner = planner
+        self._order = order
         self._fields = fields
         self._plans = planned.prepared.plans
         self._successors = successors
@@ -67,6 +77,17 @@ class LayerPlans:
         if source.text not in self._plans:
             self._plans[source.text] = self._planner.plan_of(source, self._fields, self.dispatch)
         return self._plans[source.text]
+
+    def order(self, device: torch.device) -> TokenOrder | None:
+        """For linear layers; None where each sequence is a document and is whole on this rank, as to Megatron.
+
+        Made on first use where it was not prepared.
+        """
+        if self._order is None and not self._planner.has_linear_layers:
+            arrays = self._planner.order_arrays(self._fields, self.dispatch)
+            named = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+            self._order = TokenOrder.from_arrays(named, self.dispatch.padded_seqlen)
+        return self._order
 
     def successors(self, device: torch.device) -> RollArgs:
         """How each row gets the content of the next token's row; made on first use where it was not prepared."""

@@ -23,7 +23,9 @@ from megatron_magi.cuda.target import local_target
 from megatron_magi.mcore import loader, sample_packing
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch, ReadBatches
 from megatron_magi.mcore.groups import make_agreement_group
+from megatron_magi.mcore.hybrid_pattern import linear_layers
 from megatron_magi.mcore.kernels import compile_ahead
+from megatron_magi.mcore.layout import layout_of
 from megatron_magi.mcore.look_ahead import LookAhead, look_ahead_of
 from megatron_magi.mcore.loss import averages_reports, microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
@@ -55,6 +57,8 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
         seq_length=None if sample_packing.is_asked_for(args) else buffer_length(args),
         rolls=bool(args.mtp_num_layers),
         compares=agreement_group is not None,
+        has_linear_layers=bool(linear_layers(args)),
+        layout=layout_of(args),
     )
     check_captures(args, planner.shape, config.comm.impl, cp_group)
     kernels = needed_kernels(

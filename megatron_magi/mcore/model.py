@@ -41,7 +41,7 @@ class MagiModelMixin:
 
     def _take_positions(self) -> None:
         """Angles are asked for all positions; of these a shard's are selected."""
-        check_attention(self, self.pg_collection.cp.size())
+        check_attention(self)
         rotary = getattr(self, "rotary_pos_emb", None)
         if rotary is not None:
             unslice(rotary)

@@ -65,6 +65,8 @@ def check_unused(args: Namespace) -> None:
     for name in own:
         if getattr(args, name, None) is not None:  # arguments from a YAML file do not have it
             raise ValueError(f"{name}: needs --attention-backend magi")
+    if getattr(args, "magi_layout", "auto") != "auto":
+        raise ValueError("magi_layout: needs --attention-backend magi")
 
 
 def settle_arguments(args: Namespace) -> list[str]:
@@ -299,6 +301,11 @@ def check_masks(
             "mtp_num_layers: multi-token prediction takes the next row for the next token, which in a prefix_tree "
             "may be another sample's"
         )
+    if hybrid_pattern.linear_layers(args) and "prefix_tree" in names:
+        raise ValueError(
+            "magi_mask: in a prefix_tree the samples branch off a shared prefix, and linear layers (M, G) have one "
+            "state, which runs from each sample into the next; give each sample its own prefix, as a document"
+        )
 
 
 def check_model(args: Namespace, model: str = "gpt") -> None:
@@ -335,6 +342,8 @@ def _check_own(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None:
             int_at_least(value, name, least)
+    if args.magi_layout in ("zigzag", "contiguous") and args.magi_chunk_size is not None:
+        raise ValueError(f"magi_chunk_size: the layout {args.magi_layout} has no chunks; drop it or --magi-layout")
 
 
 def _check_attention(args: Namespace) -> None:
@@ -363,9 +372,7 @@ def _check_precision(args: Namespace) -> None:
 def _check_layers(args: Namespace) -> None:
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern"):
         hybrid_pattern.check(getattr(args, name, None), name)
-    variant = getattr(args, "experimental_attention_variant", None)
-    if variant is not None:
-        raise ValueError(f"experimental_attention_variant: {variant!r} does not work with --attention-backend magi")
+    hybrid_pattern.check_variant(getattr(args, "experimental_attention_variant", None))
     balancing = args.moe_router_load_balancing_type
     names = balancing if isinstance(balancing, list) else [balancing]
     if args.num_experts and "seq_aux_loss" in names and args.micro_batch_size and args.micro_batch_size > 1:
