@@ -63,6 +63,21 @@ def linear_layers(args: Namespace) -> str:
     return "".join(letter for letter in _LINEAR if letter in pattern)
 
 
+def is_hybrid(args: Namespace) -> bool:
+    """Does a command line, which Megatron may not have validated yet, name the layers of a hybrid model?"""
+    return any(getattr(args, name, None) is not None for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
+
+
+def predicts(args: Namespace) -> bool:
+    """Has the pattern of a command line multi-token prediction?
+
+    Megatron derives ``args.mtp_num_layers`` from it when it validates.
+    """
+    return "/" in (getattr(args, "hybrid_layer_pattern", None) or "") or bool(
+        getattr(args, "mtp_hybrid_override_pattern", None)
+    )
+
+
 def attention_layers(args: Namespace) -> list[int]:
     """Numbers of the layers with attention, from 1, as Megatron numbers them.
 
@@ -105,6 +120,7 @@ def check_linear_layers(args: Namespace) -> None:
             f"({', '.join(letters)}), which take the order of tokens and bounds of documents from outside of the graph"
         )
     has_documents = args.reset_attention_mask or args.sft or args.dataloader_inter_document_masking
+    has_documents = has_documents or getattr(args, "sequence_packing_scheduler", None) is not None
     if args.context_parallel_size == 1 and not has_documents:
         return  # they run as they do in Megatron
     if "M" in letters:

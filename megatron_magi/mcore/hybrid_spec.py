@@ -25,9 +25,14 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from megatron_magi.mcore import seams
+
 
 def local_stack_spec(config: Any) -> ModuleSpec:
     """The counterpart of Megatron's ``hybrid_stack_spec`` for all its layers but sparse attention.
+
+    In checkpoints norms have the names that they have in those of a GPT's local layers, which are those of
+    Transformer Engine, so that either can be read as the other.
 
     Args:
         config: the model's `TransformerConfig`.
@@ -38,18 +43,17 @@ def local_stack_spec(config: Any) -> ModuleSpec:
     experts = get_gpt_layer_local_submodules(
         **options, num_experts=config.num_moe_experts or 1, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    return ModuleSpec(
-        module=HybridStack,
-        submodules=HybridStackSubmodules(
-            mamba_layer=_mamba(dense.input_layernorm),
-            gdn_layer=_gated_delta_net(dense.input_layernorm),
-            attention_layer=_attention(dense),
-            mla_layer=_attention(latent),
-            mlp_layer=_mlp(MLPLayer, dense),
-            moe_layer=_mlp(MoETransformerLayer, experts),
-            mtp_block_spec=_multi_token_prediction(dense.input_layernorm),
-        ),
+    layers = seams.named(
+        "core.models.hybrid.hybrid_block:HybridStackSubmodules",
+        mamba_layer=_mamba(dense.input_layernorm),
+        gdn_layer=_gated_delta_net(dense.input_layernorm),
+        attention_layer=_attention(dense),
+        mla_layer=_attention(latent),
+        mlp_layer=_mlp(MLPLayer, dense),
+        moe_layer=_mlp(MoETransformerLayer, experts),
+        mtp_block_spec=_multi_token_prediction(dense.input_layernorm),
     )
+    return ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(**layers))
 
 
 def _mamba(norm: Any) -> ModuleSpec:
@@ -80,14 +84,20 @@ def _gated_delta_net(norm: Any) -> ModuleSpec:
 
 def _attention(of: TransformerLayerSubmodules) -> ModuleSpec:
     submodules = TransformerLayerSubmodules(
-        input_layernorm=of.input_layernorm, self_attention=of.self_attention, self_attn_bda=get_bias_dropout_add
+        input_layernorm=of.input_layernorm,
+        self_attention=of.self_attention,
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=of.sharded_state_dict_keys_map,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 def _mlp(layer: type, of: TransformerLayerSubmodules) -> ModuleSpec:
     submodules = TransformerLayerSubmodules(
-        pre_mlp_layernorm=of.pre_mlp_layernorm, mlp=of.mlp, mlp_bda=get_bias_dropout_add
+        pre_mlp_layernorm=of.pre_mlp_layernorm,
+        mlp=of.mlp,
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=of.sharded_state_dict_keys_map,
     )
     return ModuleSpec(module=layer, submodules=submodules)
 

@@ -27,7 +27,7 @@ from megatron_magi.plan import Dispatch, PlanSet, PlanStats, RankPlan, make_plan
 
 SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
 """Fields of a microbatch that are dispatched, ``[batch_size, seqlen]``."""
-_BOUNDS = ("cu_seqlens_padded", "cu_seqlens")
+BOUNDS = ("cu_seqlens_padded", "cu_seqlens")
 """Fields with bounds of documents; the first that there is counts."""
 FAILED = (1 << 63) - 1
 """Compared in place of a fingerprint by a rank that could not plan."""
@@ -129,7 +129,7 @@ class Planner:
         rows = torch.from_numpy(index)
         arrays = {name: dispatch(fields[name].reshape(-1), rows).numpy() for name in SEQUENCES}
         # Rotary positions and rolling follow stock: they know no documents by eod.
-        has_bounds = any(name in fields for name in _BOUNDS)
+        has_bounds = any(name in fields for name in BOUNDS)
         segments = microbatch.cu_seqlens if has_bounds else sequence_bounds(*shape)
         arrays["positions"], arrays["roll_keeps"] = _layout(index, segments)
         num_positions = shape[1]
@@ -223,7 +223,7 @@ class Planner:
                 raise ValueError(f"{name}: expected shape {list(tokens.shape)}, got {list(fields[name].shape)}")
         if self.own_positions and fields["position_ids"].min() < 0:
             raise ValueError(f"position_ids: must not be negative, got {int(fields['position_ids'].min())}")
-        bounds = next((fields[name] for name in _BOUNDS if name in fields), None)
+        bounds = next((fields[name] for name in BOUNDS if name in fields), None)
         return Microbatch(tokens, document_bounds(tokens, bounds, self.eod), fields)
 
     def _fingerprint(self, fields: Fields, of_plans: int) -> int:

@@ -246,6 +246,8 @@ PARAMETERS = (
     # Sequences of a length are told apart by it where documents are packed, which these releases' loaders do not do.
     Parameter("core.packed_seq_params:PackedSeqParams", "tokens_per_sample", default=...),
     Parameter(f"{_TRAINING}:pretrain", "model_provider", default=...),
+    # Latent attention in hybrid models, for which these releases' patterns have no letter.
+    Parameter(f"{_HYBRID}.hybrid_block:HybridStackSubmodules", "mla_layer", default=...),
 )
 
 OPTIONS: dict[str, Any] = {

@@ -268,6 +268,30 @@ def count_planning(workdir: Path) -> None:
     training.train_step = train_step
 
 
+def packed_params_made_anew(workdir: Path) -> None:
+    """Stacks of hybrid models and multi-token prediction get new parameters, made of the fields that Megatron knows."""
+    from dataclasses import fields
+
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+
+    def make_anew(owner: type) -> None:
+        stock = owner.forward
+
+        @functools.wraps(stock)
+        def forward(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+            if packed_seq_params is not None:
+                known = {f.name: getattr(packed_seq_params, f.name) for f in fields(PackedSeqParams)}
+                packed_seq_params = PackedSeqParams(**known)
+            return stock(self, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+        owner.forward = forward
+
+    for owner in (HybridStack, MultiTokenPredictionBlock):
+        make_anew(owner)
+
+
 def plain_models(workdir: Path) -> None:
     """Megatron's builder builds its own GPT models, whatever is asked for."""
     from megatron_magi.mcore import model

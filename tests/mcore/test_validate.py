@@ -13,11 +13,19 @@ from megatron_magi import envs
 from megatron_magi.backends.registry import BACKENDS
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
+from megatron_magi.mask.source import MaskSource
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
 from megatron_magi.mcore.forward_step import attention_shape
 from megatron_magi.mcore.hybrid_pattern import attention_layers, check_linear_layers
 from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, summary, with_nodes
-from megatron_magi.mcore.validate import check_layout, check_unused, settle_arguments, validate_arguments
+from megatron_magi.mcore.validate import (
+    check_layout,
+    check_masks,
+    check_packing,
+    check_unused,
+    settle_arguments,
+    validate_arguments,
+)
 from megatron_magi.plan import make_dispatch
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
@@ -71,6 +79,7 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         ([*FULL_ITERATION, "--pipeline-model-parallel-size", "2"], "cuda_graph_impl"),
         ([*FULL_ITERATION, "--qk-clip", "--bf16"], "cuda_graph_impl"),
         ([*FULL_ITERATION, "--mtp-num-layers", "1"], "cuda_graph_impl"),
+        ([*FULL_ITERATION, "--hybrid-layer-pattern", "*-*-/*-"], "cuda_graph_impl"),
         ([*FULL_ITERATION, *EXPERTS], "cuda_graph_impl"),
         (["--enable-cuda-graph"], "cuda_graph_modules"),
         (["--hybrid-layer-pattern", "D*M*"], "hybrid_layer_pattern"),
@@ -78,6 +87,7 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         (["--hybrid-layer-pattern", "*-*-/D-"], "hybrid_layer_pattern"),
         (["--hybrid-override-pattern", "D*"], "hybrid_override_pattern"),
         (["--experimental-attention-variant", "dsa"], "experimental_attention_variant"),
+        (["--hybrid-layer-pattern", "*E", "--overlap-moe-expert-parallel-comm"], "overlap_moe_expert_parallel_comm"),
         (["--hybrid-context-parallel"], "hybrid_context_parallel"),
         (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
         (["--qk-clip"], "qk_clip"),
@@ -153,6 +163,48 @@ def test_multi_token_prediction_in_a_later_chunk_of_the_first_stage_is_refused(m
     with pytest.raises(ValueError, match=r"^pipeline_model_parallel_layout: Ett\|t\|tm\|L has .*another stage"):
         check_layout(_parse(monkeypatch, *predicts, "Ett|t|tm|L"))
     check_layout(_parse(monkeypatch, *predicts[2:], "Ett|t|t|L"))
+
+
+PACKING = ["--sequence-packing-scheduler", "dp_balanced", "--calculate-per-token-loss"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        (["--micro-batch-size", "2"], "sequence_packing_scheduler: reads sample by sample"),
+        (["--reset-attention-mask"], "sequence_packing_scheduler: samples are documents"),
+        (FULL_ITERATION, "sequence_packing_scheduler: CUDA graphs"),
+        (["--tp-comm-overlap"], "tp_comm_overlap"),
+        (["--num-experts", "4"], "moe_token_dispatcher_type: allgather"),
+        (["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall", "--moe-expert-capacity-factor", "1"],
+         "moe_expert_capacity_factor"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_packed_samples_is_named(
+    monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str
+) -> None:
+    without = ("--reset-attention-mask",)
+    check_packing(_parse(monkeypatch, *PACKING, without=without))
+    with pytest.raises(ValueError, match=f"^{name}"):
+        check_packing(_parse(monkeypatch, *PACKING, *extra, without=() if extra == [*without] else without))
+    with pytest.raises(ValueError, match=r"^sequence_packing_scheduler: .* give --calculate-per-token-loss"):
+        check_packing(_parse(monkeypatch, *PACKING[:2], without=without))
+
+
+def test_the_data_set_of_later_versions_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _parse(monkeypatch, "--use-varlen-dataset")
+    assert "unrecognized arguments: --use-varlen-dataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mask", ["causal", "prefix_tree"])
+def test_masks_that_know_no_bounds_of_packed_samples_are_refused(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    args = _parse(monkeypatch, *PACKING)
+    check_masks(args, MaskSource("documents"), [], [None])
+    with pytest.raises(ValueError, match=f"^magi_mask: {mask} knows no bounds"):
+        check_masks(args, MaskSource("documents"), [MaskSource(mask)], [None])
 
 
 def test_dropout_of_a_checkpoint_cannot_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
