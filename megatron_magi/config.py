@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatron_magi.rates import Rates
+from megatron_magi.cost_model import Rates
 
 DispatchAlgorithm = Literal["auto", "affinity", "min_heap", "sorted_sequential", "zigzag", "sequential"]
 CommImpl = Literal["auto", "reference", "all_to_all", "native"]

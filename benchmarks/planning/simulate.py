@@ -39,12 +39,12 @@ from benchmarks._lib.provenance import write_csv
 from benchmarks._lib.results import FOLDERS, find_results, read_results
 from megatron_magi.backends.sm90.cost import H100
 from megatron_magi.config import DispatchConfig, OverlapConfig
+from megatron_magi.cost_model import Rates
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.plan import Dispatch, native
+from megatron_magi.plan import Dispatch, cpp_solver
 from megatron_magi.plan.counts import Counts, count
 from megatron_magi.plan.plan import make_dispatch
 from megatron_magi.plan.predict import Prediction, predict
-from megatron_magi.rates import Rates
 
 HEADER = ["mask", "tokens_a_gpu", "gpus", "balance", "near_mib", "far_mib", "far_once_mib", "step_ms", "forward_ms",
           "backward_ms", "exposed_ms", "degree", "host_bound", "tflops_a_gpu", "plan_s"]  # fmt: skip
@@ -103,7 +103,7 @@ def rows_between_nodes(mask: AttnMask, dispatch: Dispatch, ranks_per_node: int) 
     num_nodes = dispatch.cp_size // ranks_per_node
     if num_nodes < 2:
         return 0.0
-    counts = native.count if native.available() else count
+    counts = cpp_solver.count if cpp_solver.available() else count
     nodes = dispatch.chunk_rank // ranks_per_node
     return float(counts(mask, dispatch.chunk_bounds, nodes, num_nodes, 1).received.sum()) / dispatch.cp_size
 

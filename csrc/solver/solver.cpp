@@ -1,4 +1,4 @@
-// Called by megatron_magi/plan/native.py. Arrays are int64 and owned by the caller. Each function is equivalent to its
+// Called by megatron_magi/plan/cpp_solver.py. Arrays are int64 and owned by the caller. Each function is equivalent to its
 // counterpart in the Python planner, with bitwise equal results.
 #include "swaps.hpp"
 

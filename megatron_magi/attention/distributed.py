@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron_magi.attention.call_cache import CachedCall, CallTemplate, living
 from megatron_magi.attention.call_signature import AttentionCall, check_inputs, check_sinks, check_static, describe_row
 from megatron_magi.attention.collective_args import cleared, joined_cast, plan_casts
-from megatron_magi.attention.fused_comm import is_alone, pays, program_of
+from megatron_magi.attention.fused_comm import is_alone, pays, program_of, stage_program
+from megatron_magi.attention.sink import reduce_dsink
 from megatron_magi.backends.base import Backend
 from megatron_magi.checks import flag, renamed
 from megatron_magi.comm.collective_checks import CallLog, NoCalls, calls_of
@@ -29,7 +30,7 @@ from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.operands.options import AttnOptions, make_options, written_out
 from megatron_magi.operands.passes import BackwardInputs
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
-from megatron_magi.ops.slice_passes import backward_pass, choose_for, forward_pass, resolve_impl, row_delta
+from megatron_magi.ops.slice_passes import backward_pass, choose_for, forward_pass, resolve_impl
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.no_compile import outside_graphs
@@ -39,7 +40,6 @@ _DEFAULTS = MagiConfig()
 _PLAIN = (float, int, bool, str)
 _MOST_CALLS = 64
 """Most calls that are cached with a plan; trainers have a few."""
-_MOST_MADE = 256
 """Most passes of stages that a template caches: a few for each stage, which differ in strides and streams."""
 
 
@@ -173,7 +173,7 @@ def _make_template(
         (Layout.of(q), Layout.of(k), Layout.of(v)), _no_group if group is None else ref(group), config,
         backend, options.softmax_scale, options.softcap,
         options.deterministic, sink_layout, return_max_logits, record,
-        LruCache(0, _MOST_MADE), makers, [],
+        makers, {}, [],
     )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def _make_call(template: CallTemplate, plan: RankPlan) -> CachedCall:
     of_call = q, template.softmax_scale, template.softcap, template.deterministic
     options = [make_options(*of_call, margin) for margin in margins]
     backend = _backend_for(plan, template, options[0])
-    remembers, casts = backend.caches_passes, plan_casts(plan, q.device)
+    casts = plan_casts(plan, q.device)
     check_static(plan, backend, attend.sanity_check)
     dims = q.shape[2], v.shape[2]
     program, programs = None, backend.programs
@@ -209,14 +209,14 @@ def _make_call(template: CallTemplate, plan: RankPlan) -> CachedCall:
         return_max_logits=template.return_max_logits,
         record=template.record,
         backward_record=template.record._replace(operation="attention backward", gradient=False),
-        # Weak references: cached objects hold device memory, which their own caches bound.
-        hints=tuple(
-            ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
-            for _ in plan.bands
+        stages=tuple(
+            None
+            if programs is None
+            else stage_program(plan, stage, count, programs, template.makers_of(bool(casts), stage))
+            for stage, count in enumerate([plan.num_rows, *(cast.num_recv for cast in casts)])
         ),
         program=program,
         stage_tables=plan.runtime.keep_stage_tables,
-        delta_memo={} if remembers else None,
         tail=plan.runtime.tail,
         comm_impl=config.comm.impl if plan.runtime.tail is None else FOR_CAPTURES,
     )
@@ -251,8 +251,7 @@ def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
         if key not in known and (plan.cp_size == 1 or earlier.group_ref() is not None):
             call = known[key] = _make_call(earlier.template, plan)
             _make_room(*call.template.layouts[1:], call, plan)
-            earlier.note_made()
-            if call.delta_memo is not None:  # the implementation caches passes
+            if call.backend.programs is not None:
                 call.make_ready()
 
 
@@ -327,11 +326,9 @@ class _DistributedAttention(torch.autograd.Function):
                 *grads, delta = grads
             elif call.backend.takes_out and not wants_sink:
                 delta = None
-            elif call.delta_memo is None:
-                delta = row_delta(dout, out, call.config.attend.impl)
             else:
-                delta = call.backend.row_delta(dout, out, call.delta_memo)
-            dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call) if wants_sink else None
+                delta = call.backend.row_delta(dout, out)
+            dsink = reduce_dsink(sink_gradient(sink, lse, delta), call) if wants_sink else None
             if grads is None:
                 call.know_stages()
                 grads = _Backward(dout, q, k, v, out, lse, delta, saved_keys, call).run()
@@ -383,7 +380,7 @@ class _Forward:
             call.return_max_logits,
             accumulate_dtype(self._q.dtype) if call.accumulates else self._q.dtype,
             None if self._out is None else (self._out, self._lse),
-            **call.hints[stage][0],
+            **call.hints(stage),
         )  # fmt: skip
         if max_logits is not None:
             seen = self._max_logits
@@ -452,7 +449,7 @@ class _Backward:
             self._dq = _zeros(self._q, self._wide)
         self._dq, dk, dv = backward_pass(
             BackwardInputs(self._q, k, v, self._dout, self._lse, self._delta), call.bands[stage],
-            call.backward_options, call.backend, (self._dq, *into), grad_dtype, **call.hints[stage][1], **self._shared,
+            call.backward_options, call.backend, (self._dq, *into), grad_dtype, **call.hints(stage), **self._shared,
         )  # fmt: skip
         if stage:
             self._partial[stage] = (dk, dv)
@@ -500,11 +497,3 @@ def _narrow(grads: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch
     torch._foreach_copy_(narrow, wide)
     left = iter(narrow)
     return tuple(grad if grad.dtype == dtype else next(left) for grad in grads)
-
-
-def _reduce_dsink(dsink: torch.Tensor, call: CachedCall) -> torch.Tensor:
-    op = call.config.comm.dsink_all_reduce
-    if op == "none" or call.cp_size == 1 or call.sink_layout != "sh":
-        return dsink
-    dist.all_reduce(dsink, op=dist.ReduceOp.SUM, group=call.group)
-    return dsink / call.cp_size if op == "avg" else dsink

@@ -85,7 +85,7 @@ SEAMS = (
          "keeps a copy for replays", fragment="self.saved_microbatches.append(n)", until="0.19"),
     Seam(f"{_TRAINING}:get_forward_backward_func", "wrapped", (), "trainer", "schedules get the padded length"),
     Seam(f"{_TRAINING}:FullCudaGraphWrapper", "wrapped", ("forward_backward_func", "cuda_graph_warmup_steps",
-         "use_single_mempool"), "graphs", "captured iterations with plans that stay"),
+         "use_single_mempool"), "cuda_graph", "captured iterations with plans that stay"),
     Seam(f"{_TRAINING}:dummy_train_step", "replaced", ("data_iterator",), "trainer", "every rank reads the data"),
     Seam(f"{_TRAINING}:training_log", "wrapped", ("loss_dict", "iteration", "skipped_iter", "grad_norm",
          "max_attention_logit"), "loss_log", "exact losses"),

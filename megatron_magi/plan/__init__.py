@@ -1,6 +1,6 @@
 """Who computes what and what travels when: pure data, made on the CPU.
 
-`plan` is the entrance; `balance` decides which rank holds which tokens, `predict` predicts times, `types` is the
+`plan` is the entrance; `dispatch` decides which rank holds which tokens, `predict` predicts times, `types` is the
 result.
 """
 

@@ -11,12 +11,12 @@ from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.checks import int_at_least
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
-from megatron_magi.plan.balance import assign_chunks
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.degree import choose_degree
+from megatron_magi.plan.dispatch import assign_chunks
 from megatron_magi.plan.nodes import gather_in_nodes, nodes_in_use
+from megatron_magi.plan.overlap_schedule import make_schedule
 from megatron_magi.plan.partition import areas_by_place, localise, partition, rows_of_chunks, split_stages
-from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.transfers import TransferTable
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, own

@@ -10,9 +10,9 @@ import numpy as np
 
 from megatron_magi.backends.costs import kernel_costs_of
 from megatron_magi.config import CostModel, OverlapConfig
+from megatron_magi.cost_model import KernelCosts, Rates
 from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.degree import choose_degrees
-from megatron_magi.rates import KernelCosts, Rates
 
 
 class Prediction(NamedTuple):

@@ -48,7 +48,7 @@ def run_keys(rank: int, num_ranks: int) -> None:
     }
     assert len(set(keys.values())) == (5 if num_ranks > 1 else 3)
     for name, key in keys.items():
-        positions = api.get_position_ids(key)
+        positions = api.get_position_ids(key).cpu()
         local = [t[positions].requires_grad_() for t in x]
         for t, given in zip(local, x, strict=True):
             kept = api.dispatch(torch.ones(TOTAL), key).bool()

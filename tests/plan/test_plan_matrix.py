@@ -18,8 +18,8 @@ import pytest
 from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import make_plan
-from megatron_magi.plan.balance import candidates, predictions
 from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.dispatch import candidates, predictions
 
 from .test_plan import uneven_lengths
 

@@ -27,10 +27,10 @@ from megatron_magi.backends.sm90.choices import (
     query_tiles,
     sums_meet,
 )
-from megatron_magi.backends.sm90.fused_backward import backward_numbers
-from megatron_magi.backends.sm90.fused_forward import (
+from megatron_magi.backends.sm90.mask_numbers import (
     MaskNumbers,
     PassShape,
+    backward_numbers,
     forward_numbers,
     key_tiling,
     row_tiling,
@@ -229,7 +229,7 @@ def make_gated_tables(
     """`make_tables` of passes with fetched keys; no tables if this rank fetches none.
 
     Args:
-        bands: over keys indexed as in `fused_forward`.
+        bands: over keys indexed as in `mask_numbers`.
         shapes: of the passes.
         backward, planner: as in `make_tables`.
     """

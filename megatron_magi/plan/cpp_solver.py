@@ -52,7 +52,7 @@ def chosen(planner: str) -> bool:
 
 
 def even(area: np.ndarray, capacity: np.ndarray, target: int) -> np.ndarray:
-    """`balance._even` in C++, with equal results."""
+    """`dispatch._even` in C++, with equal results."""
     rank = np.empty(len(area), dtype=np.int64)
     sizes = _Int(len(area)), _Int(len(capacity))
     _call("magi_balance", *sizes, area, capacity, _Int(target), ctypes.byref(_limits()), rank)

@@ -20,7 +20,7 @@ from megatron_magi.comm.static_args import StaticArgs
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.slice_passes import backend_that
 from megatron_magi.plan import RankPlan
-from megatron_magi.plan.schedule import make_schedule
+from megatron_magi.plan.overlap_schedule import make_schedule
 from megatron_magi.plan.types import Runtime
 
 _NOTHING = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
