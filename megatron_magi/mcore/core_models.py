@@ -23,6 +23,7 @@ _NOT_IN_CONFIG = {
     "magi_overlap_degree": None,
     "magi_mask": None,
     "magi_layer_masks": None,
+    "magi_layout": "auto",
     "group_query_attention": True,
     "reset_attention_mask": False,
     "multi_latent_attention": False,

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_magi.testing.megatron_launch import LaunchError, RunResult, launch, tiny_gpt_args
 from tests.e2e.parity import LOSS_TOLERANCE, NUM_ITERATIONS, WEIGHTS, assert_same_curve
+from tests.e2e.test_linear_layers import KERNELS, SIZES
 
 SCRIPT = str(Path(__file__).with_name("samples_of_any_length.py"))
 PACKED = ("--sequence-packing-scheduler", "dp_balanced", "--attention-backend", "magi")
@@ -16,10 +17,10 @@ UNUSED = ("--mock-data", "--reset-attention-mask", "--reset-position-ids", "--eo
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
 
-def train(kind: str, num_ranks: int, cp_size: int, *extra: str, model: str = "gpt") -> RunResult:
+def train(kind: str, num_ranks: int, cp_size: int, *extra: str, model: str = "gpt", before: str = "") -> RunResult:
     sizes = {"global_batch_size": 8, "train_iters": NUM_ITERATIONS, "context_parallel_size": cp_size}
     args = tiny_gpt_args("mock", *PER_TOKEN, *WEIGHTS, *extra, **sizes)
-    return launch([kind, model, *(a for a in args if a not in UNUSED)], num_ranks, script=SCRIPT)
+    return launch([kind, model, *(a for a in args if a not in UNUSED)], num_ranks, script=SCRIPT, before=before)
 
 
 def saved(folder: Path, *model: str) -> tuple[str, ...]:
@@ -73,6 +74,13 @@ def test_packed_samples_of_a_hybrid_model_with_multi_token_prediction_train_as_p
     pattern = ("--hybrid-layer-pattern", "*-*-/*-")
     padded = train("padded", 1, 1, *pattern, model="hybrid")
     assert_same_curve(train("packed", 2, 2, *pattern, *PACKED, model="hybrid"), padded)
+
+
+def test_packed_samples_of_linear_layers_train_as_stock_trains_padded_ones() -> None:
+    """A state that ran on from one sample into the next would change the losses."""
+    model = ("--hybrid-layer-pattern", "M*G-", *SIZES)
+    padded = train("padded", 1, 1, *model, model="hybrid", before=KERNELS)
+    assert_same_curve(train("packed", 2, 2, *model, *PACKED, model="hybrid", before=KERNELS), padded)
 
 
 def test_evaluations_pack_too() -> None:
