@@ -30,8 +30,8 @@ NEAR_TARGETS = (1.01, 1.1, 1.25)
 """Largest area over the mean that is aimed at: less balance moves fewer rows. If queries travel inside nodes alone,
 over the mean of the node that has the largest."""
 BETTER = 0.96
-"""A step counts as shorter than the one at home up to this ratio: predictions are not exact. On two H200s a step that was
-predicted 3 % shorter took 1.4 % longer (block causal, zigzag, 32k, in layouts_2gpu.csv)."""
+"""A step counts as shorter than the one at home up to this ratio: predictions are not exact. On two H200s a step that
+was predicted 3 % shorter took 1.4 % longer (block causal, zigzag, 32k, in layouts_2gpu.csv)."""
 MOST_BLOCKS = 1 << 14
 """Layouts of more pieces than this are computed at home."""
 _MOST_CELLS = 1 << 22
