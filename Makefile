@@ -63,6 +63,7 @@ SHELL_SOURCES = $(shell git ls-files '*.sh' '*.sbatch')
 
 test-frameworks: $(SYNCED)
 	$(UV) pip install -q --python $(PYTHON) --no-deps --target build/frameworks/automodel nemo-automodel==0.7.0
+	$(UV) pip install -q --python $(PYTHON) --no-deps --target build/frameworks/bridge megatron-bridge==0.6.2 omegaconf==2.4.0
 	$(PYTHON) -m pytest tests/frameworks $(PYTEST_ARGS)
 
 lint: setup docs

@@ -154,8 +154,8 @@ def _calibrate(_args: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from megatron_magi.calibration.kept import keep
     from megatron_magi.calibration.measure import calibrate
+    from megatron_magi.calibration.rates_file import keep
 
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
     is_first = True

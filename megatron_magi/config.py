@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatron_magi.rates import Rates
+from megatron_magi.cost_model import Rates
 
 DispatchAlgorithm = Literal["auto", "affinity", "min_heap", "sorted_sequential", "zigzag", "sequential"]
 CommImpl = Literal["auto", "reference", "all_to_all", "native"]
+QueryPlace = Literal["auto", "home", "travel"]
 PlannerImpl = Literal["auto", "python", "native"]
 AttendImpl = Literal["auto", "reference", "torch", "ffa", "cudnn", "triton"]
 SinkReduction = Literal["none", "sum", "avg"]
@@ -69,6 +70,9 @@ class DispatchConfig:
         rates: of the GPUs, for ``auto``. All ranks must have the same: they are part of what ranks compare. None: in
             keys of `megatron_magi.api` and with Megatron those of the GPU that is there (`calibration.present_rates`);
             in plans that are made by hand those of an H100.
+        queries: where queries are computed. ``home``: by the rank that holds them. ``travel``: also by others, where
+            the predicted step is shorter: q, out, lse and their gradients travel between them. ``auto``: ``travel`` for
+            layouts that are given, ``home`` for the planner's, which are even already.
     """
 
     algorithm: DispatchAlgorithm = "auto"
@@ -79,8 +83,10 @@ class DispatchConfig:
     pad_size: int | None = None
     planner: PlannerImpl = "auto"
     rates: Rates | None = None
+    queries: QueryPlace = "auto"
 
     def __post_init__(self) -> None:
+        _check_choice("queries", self.queries, get_args(QueryPlace))
         _check_choice("algorithm", self.algorithm, get_args(DispatchAlgorithm))
         _check_choice("planner", self.planner, get_args(PlannerImpl))
         if self.rates is not None:

@@ -251,6 +251,7 @@ def _patch_tensor() -> None:
 
     _divert(torch.Tensor, "to", to)  # the first move of a batch in the forward step
     _divert(torch.Tensor, "cuda", lambda original, self, *args, **kwargs: self)
+    _divert(torch.nn.Conv1d, "__init__", _on_cpu)  # core/ssm/gated_delta_net/common.py:223
     _divert(torch.nn.Module, "cuda", lambda original, self, *args, **kwargs: self)  # 0.18: training/training.py:1733
     # core/optimizer/clip_grads.py:174, optimizer.py:1009 and distrib_optimizer.py:401 compare with CUDA's names.
     _divert(torch.Tensor, "type", type_name)

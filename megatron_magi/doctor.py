@@ -16,7 +16,7 @@ from megatron_magi.comm.peers import MAX_RANKS
 from megatron_magi.cuda.shared_memory import are_linked
 from megatron_magi.cuda.target import PEER_CAPABILITIES, capabilities, target_of
 from megatron_magi.mcore.versions import untested
-from megatron_magi.plan import native
+from megatron_magi.plan import cpp_solver
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Head dims, of q and k, and of v, for which attention is looked at."""
@@ -202,6 +202,6 @@ def _between(gpus: list[Gpu], linked: Callable[[int, int], bool]) -> str:
 
 
 def _planning() -> list[str]:
-    if native.available():
+    if cpp_solver.available():
         return ["in C++"]
     return ["in Python, slower: the C++ planner is not built (reinstall the package where there is a C++ compiler)"]

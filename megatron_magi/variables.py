@@ -109,10 +109,6 @@ def _unneeded(name: str, description: str, kind: Kind = Kind.TOGGLE, default: An
     return Variable(name, kind, default, description, state=State.UNNEEDED, **more)
 
 
-def _unavailable(name: str, description: str) -> Variable:
-    return Variable(PREFIX + name, Kind.TOGGLE, False, description, state=State.UNAVAILABLE)
-
-
 def _sm_margin(which: str) -> Variable:
     return Variable(
         f"{PREFIX}FFA_{which.upper()}_SM_MARGIN",
@@ -163,7 +159,8 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _unneeded(
             PREFIX + "FORWARD_HIGH_PRECISION_REDUCE",
-            "Outputs are never sent: queries stay on their rank, and partial outputs are merged in fp32.",
+            "No partial outputs are sent: one rank computes all of a query's output, also where queries travel "
+            "(QO_COMM), merges its stages in fp32 and rounds it once.",
         ),
     ),
     "Performance": (
@@ -208,7 +205,16 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             default=None,
             default_text="1 with --hierarchical-context-parallel-sizes or a two-dimensional mesh",
         ),
-        _unavailable("QO_COMM", "Sending queries and outputs instead of keys and values is not available yet."),
+        _toggle(
+            "QO_COMM",
+            "1: queries may be computed by other ranks than those that hold them, with any layout, where the predicted "
+            "step is shorter; q, out, lse and their gradients travel. 0: never.",
+            "dispatch.queries",
+            default=None,
+            field_value="travel",
+            off_value="home",
+            default_text="1 for given layouts, else 0",
+        ),
         Variable(
             KERNEL_BACKEND,
             Kind.CHOICE,
@@ -246,7 +252,8 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             default_text="1 if it is built, else 0",
         ),
         _unneeded(
-            PREFIX + "FLATTEN_HEAD_GROUPS", "Belongs to the solver for query and output communication, see QO_COMM."
+            PREFIX + "FLATTEN_HEAD_GROUPS",
+            "Queries that travel (QO_COMM) do so with all their heads: one rank computes all of a row.",
         ),
         _unneeded(
             PREFIX + "MIN_CHUNKS_PER_RANK",

@@ -47,6 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.hookimpl(trylast=True)  # after fixtures, which may stand in for functions of torch.cuda
 def pytest_runtest_teardown() -> None:
     free_memory()
 

@@ -26,6 +26,9 @@ _PARITY, _FEATURE = (
     f"tests/e2e/test_loss_parity.py::test_{name}"
     for name in ("loss_curve_equals_stock_on_one_rank", "feature_at_cp2_equals_stock_on_one_rank")
 )
+_HYBRID = "tests/e2e/test_hybrid.py::test_loss_curve_equals_stock_on_one_rank"
+_PACKED = "tests/e2e/test_sample_packing.py::test_packed_samples_train_as_stock_trains_padded_ones"
+_HYBRID_WAYS = "tests/e2e/test_hybrid_ways.py::test_"
 _SILENT = "tests/e2e/test_silent_bugs.py::test_"
 
 FEATURES = {
@@ -54,6 +57,15 @@ FEATURES = {
     "conversations": f"{_SILENT}evaluations_of_conversations_are_means_over_tokens_not_over_ranks",
     "checkpoint, CP 2 to stock": "tests/e2e/test_checkpoint.py::test_training_resumes_under_another_parallelism"
     "[cp2_to_stock]",
+    "packed samples, CP 2": f"{_PACKED}[dp2_cp2]",
+    "packed samples, PP 2": f"{_PACKED}[pp2_cp2]",
+    "hybrid, CP 2": f"{_HYBRID}[cp2]",
+    "hybrid, experts": f"{_HYBRID}[cp2_experts]",
+    "hybrid, MTP": f"{_HYBRID}[multi_token_prediction]",
+    "hybrid, MLA": f"{_HYBRID}[latent_attention]",
+    "hybrid, interleaved PP 2, full recomputation": f"{_HYBRID}[interleaved_pp2_cp2_full_recompute]",
+    "hybrid, masks by layer, as a GPT": f"{_HYBRID_WAYS}masks_of_layers_count_all_letters_and_train_as_those_of_a_gpt",
+    "hybrid, from a checkpoint of a GPT": f"{_HYBRID_WAYS}checkpoint_of_a_gpt_goes_on_as_a_hybrid_model[dense]",
 }
 """Of each feature its test."""
 
@@ -61,6 +73,9 @@ ABSENT = {
     "0.18": {
         "YaRN": "no --yarn-original-max-position-embeddings",
         "packed documents, MTP": "no --dataloader-inter-document-masking",
+        "hybrid, MLA": "no letter for it",
+        "hybrid, interleaved PP 2, full recomputation": "Megatron's builder refuses it",
+        "hybrid, from a checkpoint of a GPT": "Megatron does not translate it while it loads",
     },
 }
 """Of a release, what it does not have, or what does not work with it, and why."""

@@ -165,6 +165,21 @@ def test_places_in_the_code_that_guides_name_exist(page):
     assert missing == []
 
 
+def test_the_map_of_the_readme_names_what_exists():
+    (table,) = re.findall(
+        r"^## Where things are$(.*?)(?=^## )", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.M
+    )
+    missing = []
+    for first, second in re.findall(r"^\| (`.*?) \| (.*) \|$", table, flags=re.MULTILINE):
+        names = re.findall(r"`(.*?)`", first)
+        roots = [ROOT, ROOT / "megatron_magi"]
+        missing += [name for name in names if not any((root / name).exists() for root in roots)]
+        folders = [*roots, *(root / name for root in roots for name in names)]
+        files = [name for name in re.findall(r"`(.*?)`", second) if re.search(r"[/.]", name)]
+        missing += [name for name in files if not any((folder / name).exists() for folder in folders)]
+    assert missing == []
+
+
 def test_words_of_the_glossary_are_in_the_code():
     (glossary,) = re.findall(
         r"^## Glossary$(.*?)(?=^## |\Z)", (ROOT / "docs/design.md").read_text(), flags=re.DOTALL | re.M

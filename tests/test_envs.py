@@ -58,7 +58,6 @@ KNOWN = {
     "MIN_CHUNKS_PER_RANK",
     "PRECISION",
 }
-UNAVAILABLE = ["QO_COMM"]
 
 
 def config_of(**variables) -> MagiConfig:
@@ -107,6 +106,8 @@ def test_an_empty_environment_gives_the_defaults_of_the_configuration():
         ("NATIVE_GRPCOLL", "0", "comm", "impl", "all_to_all"),
         ("CPP_BACKEND", "1", "dispatch", "planner", "native"),
         ("CPP_BACKEND", "0", "dispatch", "planner", "python"),
+        ("QO_COMM", "1", "dispatch", "queries", "travel"),
+        ("QO_COMM", "0", "dispatch", "queries", "home"),
     ],
 )
 def test_a_variable_sets_its_field_and_nothing_else(name, text, part, field, value):
@@ -120,13 +121,6 @@ def test_every_field_in_the_table_exists():
         if variable.field is not None:
             part, field = variable.field.split(".")
             assert hasattr(getattr(MagiConfig(), part), field)
-
-
-@pytest.mark.parametrize("name", UNAVAILABLE)
-def test_asking_for_what_is_not_there_yet_is_one_clear_error(name):
-    with pytest.raises(ValueError, match=f"{PREFIX}{name}=1: .*not available yet.*leave it at 0"):
-        config_of(**{name: "1"})
-    assert config_of(**{name: "0"}) == envs.load({}).default_config()
 
 
 def test_another_precision_than_that_of_the_tensors_is_refused():
@@ -150,7 +144,7 @@ def test_the_settings_of_compiling_are_read_alone():
     values = {"WORKSPACE_BASE": "/scratch", "PREBUILD_FFA": "0", "PREBUILD_FFA_JOBS": "3"}
     values |= dict.fromkeys(("BUILD_VERBOSE", "BUILD_DEBUG", "NO_BUILD_CACHE", "FORCE_JIT_BUILD"), "1")
     # What is wrong elsewhere is not a matter of compiling.
-    environ = {PREFIX + name: value for name, value in values.items()} | {PREFIX + "QO_COMM": "1"}
+    environ = {PREFIX + name: value for name, value in values.items()} | {PREFIX + "PRECISION": "fp64"}
     assert envs.load_build(environ) == envs.BuildSettings("/scratch", True, True, False, True, False, 3)
     with pytest.raises(ValueError, match=f"{PREFIX}NO_BUILD_CACHE: expected 0 or 1, got 'yes'"):
         envs.load_build({PREFIX + "NO_BUILD_CACHE": "yes"})
@@ -233,9 +227,9 @@ def test_the_listing_shows_values_and_errors():
     assert "MAGI_ATTENTION_DETERMINISTIC_MODE = 1  (set, sets attend.deterministic)" in text
     assert "CUDA_DEVICE_MAX_CONNECTIONS = 8  (default)" in text
     assert "unknown, ignored: MAGI_ATTENTION_ODD" in text
-    text, valid = environment_listing({PREFIX + "QO_COMM": "1"})
+    text, valid = environment_listing({PREFIX + "PRECISION": "fp64"})
     assert not valid
-    assert "ERROR: MAGI_ATTENTION_QO_COMM=1" in text
+    assert "ERROR: MAGI_ATTENTION_PRECISION=fp64" in text
 
 
 def test_the_documentation_is_current():

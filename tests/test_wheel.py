@@ -47,7 +47,7 @@ import megatron_magi
 from megatron_magi.api import calc_attn, dispatch, magi_attn_varlen_key, undispatch
 from megatron_magi.backends.tiles import cpp_tiles
 from megatron_magi.cuda import launch_list
-from megatron_magi.plan import native
+from megatron_magi.plan import cpp_solver
 key = magi_attn_varlen_key([0, 5, 9], [0, 5, 9], 2, 1, 8, causal=True)
 x = torch.randn(9, 2, 8, dtype=torch.float64)
 q, k = dispatch(x, key), dispatch(x[:, :1], key)
@@ -57,7 +57,7 @@ heads, keys = x.transpose(0, 1), x[:, :1].transpose(0, 1).expand(2, -1, -1)
 torch.testing.assert_close(
     out, torch.nn.functional.scaled_dot_product_attention(heads, keys, keys, attn_mask=seen).transpose(0, 1)
 )
-print(megatron_magi.__file__, native.available(), cpp_tiles.available(), launch_list.available())
+print(megatron_magi.__file__, cpp_solver.available(), cpp_tiles.available(), launch_list.available())
 """
 """Attention, compared with torch's; prints what is used of the package."""
 BUILD = "from setuptools import build_meta; build_meta.build_{}('dist')"
@@ -309,9 +309,9 @@ def test_the_planner_is_compiled_where_there_is_a_compiler(tmp_path, what):
     if what == "wheel":
         installed = tmp_path / "installed"
         wheel.extractall(installed)
-    script = "from megatron_magi.plan import native; print(native.available(), native.__file__)"
+    script = "from megatron_magi.plan import cpp_solver; print(cpp_solver.available(), cpp_solver.__file__)"
     said = subprocess.check_output([sys.executable, "-c", script], cwd=installed, env={"PYTHONPATH": str(installed)})
-    assert said.split() == [b"True", str(installed / "megatron_magi" / "plan" / "native.py").encode()]
+    assert said.split() == [b"True", str(installed / "megatron_magi" / "plan" / "cpp_solver.py").encode()]
     assert list((installed / "megatron_magi" / "backends" / "tiles").glob("_tiles*"))
     assert list((installed / "megatron_magi" / "cuda").glob("_calls*"))
 
@@ -320,7 +320,7 @@ def test_without_a_compiler_a_notice_is_given_and_the_rest_is_installed(plain):
     wheel, said = plain
     assert "plans are made in Python" in said
     assert not [name for name in wheel.namelist() if name.endswith(".so")]
-    assert "megatron_magi/plan/native.py" in wheel.namelist()
+    assert "megatron_magi/plan/cpp_solver.py" in wheel.namelist()
 
 
 def test_a_step_of_an_installation_fails_nothing(tmp_path, monkeypatch, capsys):

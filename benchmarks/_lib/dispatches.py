@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_magi.mask import AttnMask
-from megatron_magi.plan import Dispatch, dispatch_from_chunks, native
+from megatron_magi.plan import Dispatch, cpp_solver, dispatch_from_chunks
 from megatron_magi.plan.counts import Counts, count
 
 
@@ -24,5 +24,5 @@ def contiguous(total_seqlen: int, cp_size: int) -> Dispatch:
 
 def count_dispatch(mask: AttnMask, dispatch: Dispatch, ranks_per_node: int) -> Counts:
     """Counts of a dispatch."""
-    counts = native.count if native.available() else count
+    counts = cpp_solver.count if cpp_solver.available() else count
     return counts(mask, dispatch.chunk_bounds, dispatch.chunk_rank, dispatch.cp_size, ranks_per_node)

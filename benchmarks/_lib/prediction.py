@@ -6,11 +6,11 @@ import numpy as np
 
 from benchmarks._lib.results import Row
 from megatron_magi.config import CostModel, DispatchConfig, OverlapConfig
+from megatron_magi.cost_model import Rates
 from megatron_magi.mask import AttnMask
-from megatron_magi.plan.balance import candidates, predictions
 from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.dispatch import candidates, predictions
 from megatron_magi.plan.predict import Prediction
-from megatron_magi.rates import Rates
 
 STAGED = {"46e085b", "47e72fa", "fabaca568645", "24fde2a13897"}
 """Commits of results in which stages were the default, not one launch."""

@@ -233,7 +233,7 @@ def _forget_graphs() -> None:
                       ("transformer_engine.pytorch.graph", "set_capture_end")):  # fmt: skip
         if name in sys.modules:
             getattr(sys.modules[name], end)()
-    graphs = sys.modules.get("megatron_magi.mcore.graphs")
+    graphs = sys.modules.get("megatron_magi.mcore.cuda_graph")
     if graphs is not None:
         wrapper = graphs.GraphedIterations
         wrapper.reset_cuda_graph(object.__new__(wrapper))

@@ -7,15 +7,15 @@
 
 Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the default stage by stage and in one launch;
 ``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch, ``magi_contiguous``, with one piece a rank, unless
-that is the default's; ``two_levels`` and
-``two_levels_native``, half of the ranks taken for a node, inside which rows travel through NCCL or `native`;
-``alone``, the attention of ``magi`` over keys that are all there, in one launch; the baselines of `baselines`. All
-take turns in one run, in another order each round. A time is that of the slowest rank, median over the rounds, of a
-pass of a whole call with the host ahead, from where the devices have met; rates are of visible pairs for each GPU.
-``hidden``: share of the time of communication kernels, which includes their waiting for other ranks, in which others
-run at that time, of a forward and a backward under the profiler, over all ranks. When ``--max-seconds`` are over what
-is there is written. ``--plot`` puts files together, of a row that is in several the last. Figures that MagiAttention
-has published of its own are shown too, and named so.
+that is the default's; ``magi_zigzag_travel`` and ``magi_contiguous_travel``, these with queries that travel, where the
+planner lets any; ``two_levels`` and ``two_levels_native``, half of the ranks taken for a node, inside which rows travel
+through NCCL or `native`; ``alone``, the attention of ``magi`` over keys that are all there, in one launch; the
+baselines of `baselines`. All take turns in one run, in another order each round. A time is that of the slowest rank,
+median over the rounds, of a pass of a whole call with the host ahead, from where the devices have met; rates are of
+visible pairs for each GPU. ``hidden``: share of the time of communication kernels, which includes their waiting for
+other ranks, in which others run at that time, of a forward and a backward under the profiler, over all ranks. When
+``--max-seconds`` are over what is there is written. ``--plot`` puts files together, of a row that is in several the
+last. Figures that MagiAttention has published of its own are shown too, and named so.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ from megatron_magi.testing.spawn import run_ranks
 HEADS_Q, HEADS_KV, HEAD_DIM = 64, 8, 128
 HEADER = ["mask", "tokens_a_gpu", "ranks", "way", "forward_ms", "forward_tflops_a_gpu", "backward_ms",
           "backward_tflops_a_gpu", "comm_ms", "hidden", "note"]  # fmt: skip
-WAYS = ("magi", "magi_zigzag", "magi_contiguous", *BASELINES)
+TRAVEL = ("magi_zigzag_travel", "magi_contiguous_travel")
+WAYS = ("magi", "magi_zigzag", "magi_contiguous", *TRAVEL, *BASELINES)
 TWO_LEVELS: dict[str, CommImpl] = {"two_levels": "auto", "two_levels_native": "native"}
 ALL_WAYS = (*WAYS, *ONE_LAUNCH, *TWO_LEVELS, "alone")
 PUBLISHED = {"full": (665, 535), "causal": (644, 529), "documents_full": (535, 447), "documents_causal": (459, 360)}
@@ -97,7 +98,10 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
     dispatch = None if given is None else given(case.length, cluster.num_ranks)
     if dispatch is not None and _ranges(make_plan(case.mask, config, cluster.num_ranks).dispatch) == _ranges(dispatch):
         raise Unsupported("the default dispatches likewise")
-    all_ranks = make_plan(case.mask, config, cluster.num_ranks, dispatch)
+    all_ranks = make_plan(case.mask, config, cluster.num_ranks, dispatch, "auto" if name in TRAVEL else "home")
+    stats = all_ranks.stats()
+    if name in TRAVEL and not any(stats.guest_rows):
+        raise Unsupported("no query travels")
     plan = all_ranks.for_rank(cluster.rank)
     if name == "alone":
         alone = Alone(plan, impl)
@@ -107,6 +111,9 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
         return distributed_attention(q, k, v, plan, dist.group.WORLD, config=config)[0]
 
     note = ""
+    if name in TRAVEL:
+        share = sum(stats.guest_rows) / case.length
+        note = f"{share:.1%} of the queries travel, the largest area is {stats.balance:.2f} of the mean"
     if per_node > 1:
         rows = sum(rows_that_cross(all_ranks.for_rank(r), r, per_node) for r in range(cluster.num_ranks))
         num_bytes = rows * 2 * HEADS_KV * HEAD_DIM * 2 / cluster.num_ranks

@@ -39,10 +39,8 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks._lib.batches import WARM_UP, make_mask
 from benchmarks._lib.provenance import write_csv
 from megatron_magi.attention import AttnShape, PreparedBatch, StaticPlans, distributed_attention, prepare_batch
-from megatron_magi.backends.sm90 import attention as hopper
-from megatron_magi.backends.sm90 import backward as hopper_backward
-from megatron_magi.backends.sm90 import fused_backward, fused_forward
 from megatron_magi.backends.sm90 import plan as hopper_plan
+from megatron_magi.backends.sm90 import program as hopper_program
 from megatron_magi.config import CommConfig, CostModel, MagiConfig, OverlapConfig
 from megatron_magi.plan import RankPlan, make_plan
 
@@ -186,7 +184,7 @@ def bring(
 
 def forget() -> None:
     """Empties what is kept of masks on the device."""
-    for kept in (hopper_plan._plans, *(m._passes for m in (hopper, hopper_backward, fused_forward, fused_backward))):
+    for kept in (hopper_plan._plans, hopper_program._bound):
         kept.drop(lambda _key: True)
 
 

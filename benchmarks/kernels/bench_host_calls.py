@@ -5,7 +5,8 @@
 Layers of few tokens (three causal documents), forward one behind the other and one backward over all of them, the
 device being idle at the begin of each pass: microseconds a layer, median and shortest of the steps. ``one rank`` is
 distributed attention of a rank that fetches nothing, ``autograd alone`` a function that only allocates its results,
-``compiled`` is `slice_attention` under ``torch.compile(backend="aot_eager")``.
+``compiled`` is `slice_attention` under ``torch.compile(backend="aot_eager")``, ``two stages`` is
+attention as ranks compute it that merge results over the keys of several stages, its launches found by mask each time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +29,7 @@ from megatron_magi.attention import distributed_attention
 from megatron_magi.mask.builders import varlen
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_passes import slice_attention_backward, slice_attention_forward
 from megatron_magi.plan import make_plan
 
 LAYERS, TOKENS, HEADS_Q, HEADS_KV, HEAD_DIM = 16, 512, 32, 8, 128
@@ -49,6 +52,25 @@ class _Allocates(torch.autograd.Function):
         return tuple(torch.empty_like(t) for t in ctx.saved_tensors)
 
 
+class _Stages(torch.autograd.Function):
+    """Attention in two stages, over the same keys: the second is merged into the first, and adds to its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bands: np.ndarray) -> Tensor:
+        out, lse, _ = slice_attention_forward(q, k, v, bands, out_dtype=torch.float32)
+        out, lse, _ = slice_attention_forward(q, k, v, bands, out=out, lse=lse)
+        ctx.save_for_backward(q, k, v, lse, torch.zeros_like(lse))
+        ctx.bands = bands
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, lse, delta = ctx.saved_tensors
+        grads = slice_attention_backward(dout, q, k, v, lse, delta, ctx.bands)
+        dq, dk, dv = slice_attention_backward(dout, q, k, v, lse, delta, ctx.bands, dq=grads[0])
+        return dq, dk, dv, None
+
+
 def attend_by_name(device: str) -> dict[str, Attend]:
     """What is timed."""
     mask = varlen(doc_lengths=DOCUMENTS, causal=True)
@@ -60,6 +82,7 @@ def attend_by_name(device: str) -> dict[str, Attend]:
         "one rank": lambda q, k, v: distributed_attention(q, k, v, plan, dist.group.WORLD)[0],
         "slice_attention": lambda q, k, v: slice_attention(q, k, v, mask.bands)[0],
         "compiled": compiled,
+        "two stages": lambda q, k, v: _Stages.apply(q, k, v, mask.bands),
         "flex_flash_attn_func": lambda q, k, v: flex_flash_attn_func(q, k, v, ranges_q, ranges_k, types)[0],
     }
 
@@ -96,7 +119,7 @@ def measure(attend: Attend, steps: int, device: str) -> list[tuple[float, float]
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("autograd alone", "one rank", "slice_attention", "compiled", "flex_flash_attn_func")
+    names = ("autograd alone", "one rank", "slice_attention", "compiled", "two stages", "flex_flash_attn_func")
     parser.add_argument("--calls", nargs="+", choices=names, default=list(names))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--csv", help="also write the rows to this file")

@@ -29,8 +29,8 @@ from benchmarks._lib.provenance import write_csv
 from megatron_magi.config import CostModel, DispatchConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.packing import BalancedSampler, causal_area, causal_work
-from megatron_magi.plan.balance import candidates, fastest, predictions
 from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.dispatch import candidates, fastest, predictions
 
 OVERLAP = OverlapConfig(cost=CostModel(num_heads_q=32, num_heads_kv=8, head_dim=128))
 LAYER_PARAMETERS = 218_112_000

@@ -17,7 +17,7 @@ from unittest import mock
 from benchmarks._lib.batches import PackedCase
 from benchmarks._lib.provenance import write_csv
 from megatron_magi.config import DispatchConfig, MagiConfig
-from megatron_magi.plan import make_plan, native
+from megatron_magi.plan import cpp_solver, make_plan
 from megatron_magi.plan import plan as plan_module
 
 CASES = (
@@ -60,7 +60,7 @@ def main() -> None:
     print("".join(f"{h:>13}" for h in header))
     rows = []
     for case in CASES:
-        for planner in ("python", "native") if native.available() else ("python",):
+        for planner in ("python", "native") if cpp_solver.available() else ("python",):
             end = time.process_time() + args.seconds
             found = []
             while len(found) < args.repeats and (len(found) < 2 or time.process_time() < end):

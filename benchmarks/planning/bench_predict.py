@@ -37,14 +37,14 @@ from benchmarks._lib.results import Row
 from megatron_magi.attention import distributed_attention
 from megatron_magi.calibration import present_rates
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
-from megatron_magi.plan import RankPlan, dispatch_from_chunks, make_plan, native
-from megatron_magi.plan.balance import candidates, fastest
+from megatron_magi.cost_model import Rates
+from megatron_magi.plan import RankPlan, cpp_solver, dispatch_from_chunks, make_plan
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.counts import Counts
+from megatron_magi.plan.dispatch import candidates, fastest
 from megatron_magi.plan.plan import make_dispatch
 from megatron_magi.plan.predict import predict
 from megatron_magi.plan.swaps import sum_by_rank
-from megatron_magi.rates import Rates
 from megatron_magi.testing.spawn import run_ranks
 
 HEADER = ["mask", "tokens_a_gpu", "ranks", "one_launch", "dispatch", "measured_ms", "forward_ms", "predicted_ms",
@@ -164,7 +164,7 @@ def fit(rows: list[Row], rates: Rates, ways: list[Row]) -> Rates:
         bounds = chunk_bounds(mask.total_seqlen_q, int(ranks), config)
         found = candidates(mask, bounds, int(ranks), config)
         cases.append((OVERLAPS[one_launch], {
-            row["dispatch"]: (native.count(mask, bounds, found[row["dispatch"]], int(ranks), rates.ranks_per_node),
+            row["dispatch"]: (cpp_solver.count(mask, bounds, found[row["dispatch"]], int(ranks), rates.ranks_per_node),
                               int(sum_by_rank(found[row["dispatch"]], np.diff(bounds), int(ranks)).max()),
                               float(row["measured_ms"]), float(row["forward_ms"]))
             for row in mine if row["dispatch"] in found

@@ -2,7 +2,8 @@
 
     python -m benchmarks.planning.simulate [--csv FILE] [--check-csv FILE] [--chart FILE] [--gpus N ...]
         [--tokens N ...] [--masks NAME ...] [--rates FILE] [--from FILE]
-    python -m benchmarks.planning.simulate --layouts [--csv FILE] [--gpus N ...] [--tokens N ...] [--masks NAME ...]
+    python -m benchmarks.planning.simulate --layouts [--csv FILE] [--chart FILE] [--gpus N ...] [--tokens N ...]
+        [--masks NAME ...] [--from FILE]
 
 Needs no GPU. For each mask and number of GPUs the default dispatch is made, as in training, and its step (forward and
 backward of one layer) predicted from its counts and from measured rates (`megatron_magi.plan.predict`). ``near_mib``
@@ -10,7 +11,9 @@ and ``far_mib`` are what a GPU receives in a forward pass, from its own node and
 ``far_once_mib`` is how much it were from others if rows crossed between nodes once and were spread inside.
 ``exposed_ms`` is what the step takes longer than with transfers that take no time.
 
-``--layouts`` predicts the default dispatch, zigzag and contiguous pieces beside each other, and checks nothing.
+``--layouts`` predicts the default dispatch, zigzag and contiguous pieces beside each other, the latter two also with
+queries that travel (`megatron_magi.plan.travel`), and checks nothing. ``mib`` is what a GPU receives of keys and values
+in a forward pass on average, ``query_mib`` of queries, outputs and lse, ``plan_ms`` the time to choose.
 
 Otherwise first every measured step in `benchmarks/results` is predicted in the same way. Rates between nodes are
 assumed, and nothing here was measured on more than eight GPUs.
@@ -38,19 +41,21 @@ from benchmarks._lib.prediction import OVERLAP, OVERLAPS, by_case, overlap_of, p
 from benchmarks._lib.provenance import write_csv
 from benchmarks._lib.results import FOLDERS, find_results, read_results
 from megatron_magi.backends.sm90.cost import H100
-from megatron_magi.config import DispatchConfig, OverlapConfig
+from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.cost_model import Rates
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.plan import Dispatch, native
+from megatron_magi.plan import Dispatch, cpp_solver, dispatch_from_chunks, make_plan
 from megatron_magi.plan.counts import Counts, count
 from megatron_magi.plan.plan import make_dispatch
 from megatron_magi.plan.predict import Prediction, predict
-from megatron_magi.rates import Rates
+from megatron_magi.plan.travel import choose_hosts
 
 HEADER = ["mask", "tokens_a_gpu", "gpus", "balance", "near_mib", "far_mib", "far_once_mib", "step_ms", "forward_ms",
           "backward_ms", "exposed_ms", "degree", "host_bound", "tflops_a_gpu", "plan_s"]  # fmt: skip
 CHECK_HEADER = ["file", "case", "gpus", "measured_ms", "predicted_ms", "predicted_over_measured"]
 GPUS = tuple(2**i for i in range(1, 13))
-LAYOUT_HEADER = ["mask", "tokens_a_gpu", "gpus", "layout", "balance", "mib", "most_mib", "step_ms"]
+LAYOUT_HEADER = ["mask", "tokens_a_gpu", "gpus", "layout", "balance", "mib", "most_mib", "query_mib", "step_ms",
+                 "plan_ms"]  # fmt: skip
 
 
 def _documents(total: int) -> AttnMask:
@@ -103,7 +108,7 @@ def rows_between_nodes(mask: AttnMask, dispatch: Dispatch, ranks_per_node: int) 
     num_nodes = dispatch.cp_size // ranks_per_node
     if num_nodes < 2:
         return 0.0
-    counts = native.count if native.available() else count
+    counts = cpp_solver.count if cpp_solver.available() else count
     nodes = dispatch.chunk_rank // ranks_per_node
     return float(counts(mask, dispatch.chunk_bounds, nodes, num_nodes, 1).received.sum()) / dispatch.cp_size
 
@@ -128,19 +133,26 @@ def row(name: str, tokens: int, gpus: int, rates: Rates, overlap: OverlapConfig 
 
 
 def layout_rows(name: str, tokens: int, gpus: int, rates: Rates, overlap: OverlapConfig = OVERLAP) -> Iterator[list]:
-    """Lines of the table of layouts: MiB that a GPU receives in a forward pass, on average and at most."""
-    mask, mib = MASKS[name](tokens * gpus), overlap.cost.row_bytes / 2**20
-    layouts = {
-        "planned": make_dispatch(mask, DispatchConfig(rates=rates), gpus, overlap),
-        "zigzag": zigzag(mask.total_seqlen_q, gpus),
-        "contiguous": contiguous(mask.total_seqlen_q, gpus),
-    }
-    for layout, dispatch in layouts.items():
-        step = simulate(mask, dispatch, rates, overlap)
-        area, received = step.counts.area.sum(axis=0), step.counts.received.sum(axis=0) * mib
+    """Lines of the table of layouts."""
+    mask, total, cost = MASKS[name](tokens * gpus), tokens * gpus, overlap.cost
+    config = MagiConfig(dispatch=DispatchConfig(rates=rates), overlap=overlap)
+    # A row of q, of out and of lse, of which one of each travels.
+    of_query = cost.num_heads_q * (sum(cost.head_dims) * cost.element_bytes + 4)
+    layouts = {"zigzag": zigzag(total, gpus), "contiguous": contiguous(total, gpus)}
+    made = {"planned": (make_dispatch(mask, config.dispatch, gpus, overlap), False)}
+    made |= {f"{at}{', queries travel' * moves}": (layouts[at], moves) for at in layouts for moves in (False, True)}
+    for layout, (dispatch, travels) in made.items():
+        step, hosts, begin = simulate(mask, dispatch, rates, overlap).found.step_us, None, time.perf_counter()
+        if travels:
+            found = choose_hosts(mask, dispatch, config)
+            step = step if found.predicted is None else found.predicted.step_us
+            hosts = None if found.hosts is None else dispatch_from_chunks(total, *found.hosts, gpus)
+        plan_ms = 1e3 * (time.perf_counter() - begin) if travels else 0.0
+        stats = make_plan(mask, config, gpus, dispatch, hosts or "home").stats()
+        received = np.array(stats.received_rows) * (cost.row_bytes / 2**20)
         yield [
-            name, tokens, gpus, layout, f"{area.max() / area.mean():.3f}", f"{received.mean():.1f}",
-            f"{received.max():.1f}", f"{step.found.step_us / 1e3:.3f}",
+            name, tokens, gpus, layout, f"{stats.balance:.3f}", f"{received.mean():.1f}", f"{received.max():.1f}",
+            f"{np.mean(stats.guest_rows) * of_query / 2**20:.1f}", f"{step / 1e3:.3f}", f"{plan_ms:.1f}",
         ]  # fmt: skip
 
 
@@ -337,6 +349,41 @@ def draw(path: str, rows: list[list], checked: list[list]) -> None:
     plt.close(figure)
 
 
+def draw_layouts(path: str, rows: list[list]) -> None:
+    """Step over that of the planned layout (above), and received bytes (below), over GPUs; a column for each mask of
+    which queries travel.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    masks = list(dict.fromkeys((line[0], int(line[1])) for line in rows if float(line[7])))
+    figure, axes = plt.subplots(
+        2, len(masks), figsize=(3.3 * len(masks), 6), layout="constrained", squeeze=False, sharey="row"
+    )
+    for column, (name, tokens) in enumerate(masks):
+        here = [line for line in rows if (line[0], int(line[1])) == (name, tokens)]
+        planned = {line[2]: float(line[8]) for line in here if line[3] == "planned"}
+        for color, layout in enumerate(dict.fromkeys(line[3] for line in here)):
+            lines = [line for line in here if line[3] == layout]
+            gpus, form = [int(line[2]) for line in lines], "o--" if "travel" in layout else "o-"
+            style = {"color": f"C{(color + 1) // 2}", "ms": 3, "label": layout}
+            axes[0, column].plot(gpus, [float(line[8]) / planned[line[2]] for line in lines], form, **style)
+            axes[1, column].plot(gpus, [float(line[5]) + float(line[7]) for line in lines], form, **style)
+        axes[0, column].set(title=f"{name.replace('_', ' ')}, {tokens // 1024}k tokens a GPU", xscale="log")
+        axes[1, column].set(xlabel="GPUs", xscale="log", yscale="log")
+        for axis in axes[:, column]:
+            axis.set_xticks(gpus, [f"{n:,}" for n in gpus])
+            axis.minorticks_off()
+            axis.grid(lw=0.3)
+    axes[0, 0].set_ylabel("predicted step / that of the planned layout")
+    axes[1, 0].set_ylabel("MiB received in a forward pass, mean")
+    axes[1, -1].legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     """Checks, then predicts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -352,12 +399,16 @@ def main() -> None:
     options = parser.parse_args()
     rates = Rates.from_json(Path(options.rates).read_text()) if options.rates else H100
     if options.layouts:
-        cases = itertools.product(options.tokens, options.masks, options.gpus)
-        lines = [line for tokens, name, gpus in cases for line in layout_rows(name, tokens, gpus, rates)]
-        for line in lines:
-            print("  ".join(f"{h}={c}" for h, c in zip(LAYOUT_HEADER, line, strict=True)))
+        lines = [list(r.values()) for r in read_results(options.earlier)[1]] if options.earlier else []
+        cases = [] if options.earlier else itertools.product(options.tokens, options.masks, options.gpus)
+        for tokens, name, gpus in cases:
+            for line in layout_rows(name, tokens, gpus, rates):
+                print("  ".join(f"{h}={c}" for h, c in zip(LAYOUT_HEADER, line, strict=True)), flush=True)
+                lines.append(line)
         if options.csv:
             write_csv(options.csv, LAYOUT_HEADER, lines)
+        if options.chart:
+            draw_layouts(options.chart, lines)
         return
     checked = check_all(rates)
     print("predicted over measured: steps, median and largest deviation, range")

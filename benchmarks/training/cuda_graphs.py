@@ -8,6 +8,7 @@ way is what others are compared with:
 
 - ``graph``: ``--cuda-graph-impl full_iteration``; ``uncaptured``: the same with so many iterations that warm up that
   none is captured; ``eager``: without; ``one``: eager mode on one rank;
+- ``hybrid``, ``hybrid_graph``: ``eager`` and ``graph`` as hybrid models of the same layers;
 - ``te``: layers of Transformer Engine, every second one with experts; ``te_modules``: its graphs of modules without
   attention; ``te_local``: Megatron's.
 
@@ -32,7 +33,7 @@ from pathlib import Path
 from benchmarks._lib import graph_masks
 from benchmarks._lib.provenance import write_csv
 from megatron_magi.demo.corpus import build_corpus
-from megatron_magi.testing.megatron_launch import LOSS_LOG, PRETRAIN_GPT, tiny_gpt_args
+from megatron_magi.testing.megatron_launch import LOSS_LOG, PRETRAIN_GPT, PRETRAIN_HYBRID, tiny_gpt_args
 from megatron_magi.testing.megatron_rank import Request, output_path, watch
 
 HEADER = ["way", "ranks", "layers", "tokens_a_gpu", "microbatches", "iterations", "first_loss", "last_loss",
@@ -42,12 +43,14 @@ TE = ["--transformer-impl", "transformer_engine", "--num-experts", "4", "--moe-r
 ROUTER = ["moe_router", "moe_preprocess"]
 GRAPH = ["--cuda-graph-impl", "full_iteration", "--te-rng-tracker"]
 WAYS = {
-    "eager": [], "one": [], "te": TE,
+    "eager": [], "one": [], "te": TE, "hybrid": [], "hybrid_graph": GRAPH,
     "graph": GRAPH, "uncaptured": [*GRAPH, "--cuda-graph-warmup-steps", "1000000"],
     "te_modules": [*TE, "--te-rng-tracker", "--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "mlp",
                    *ROUTER],
     "te_local": [*TE, "--te-rng-tracker", "--cuda-graph-impl", "local", "--cuda-graph-modules", *ROUTER],
 }  # fmt: skip
+HYBRID = ("hybrid", "hybrid_graph")
+GRAPHED = ("graph", "hybrid_graph")
 MICROBATCHES = 2
 MASK = f"{graph_masks.__file__}:documents_rarely_stripes"
 COUNTED = "captured a training", "of a training iteration is captured again", "runs without its CUDA graph"
@@ -80,11 +83,12 @@ def start(data: Path, work: Path, name: str, options: argparse.Namespace) -> Run
     ranks = 1 if name == "one" else options.cp_size
     folder = work / f"{name}_{options.cp_size}"
     folder.mkdir(parents=True)
+    pattern = ["--hybrid-layer-pattern", "*-" * options.layers] if name in HYBRID else []
     args = tiny_gpt_args(
         data, "--num-layers", str(options.layers), "--hidden-size", "1024", "--ffn-hidden-size", "2816",
         "--num-attention-heads", "8", "--num-query-groups", "2", "--bf16", "--log-interval", "1",
         "--attention-backend", "magi", "--magi-mask", MASK, "--magi-loss-log", str(folder / LOSS_LOG),
-        "--no-check-for-nan-in-loss-and-grad", "--context-parallel-size", str(ranks), *WAYS[name],
+        "--no-check-for-nan-in-loss-and-grad", "--context-parallel-size", str(ranks), *WAYS[name], *pattern,
         "--split", "90,10,0", "--eval-interval", "8", "--eval-iters", "3", "--logging-level", "20",
         "--num-workers", "4",
         seq_length=options.tokens * options.cp_size, train_iters=options.iters, global_batch_size=MICROBATCHES,
@@ -94,7 +98,8 @@ def start(data: Path, work: Path, name: str, options: argparse.Namespace) -> Run
         port = probe.getsockname()[1]
     env = {"MAGI_ATTENTION_DETERMINISTIC_MODE": "1"}
     request = Request(
-        PRETRAIN_GPT, args, ranks, port, str(folder), options.timeout, env, f"{graph_masks.__name__}:take_turn",
+        PRETRAIN_HYBRID if pattern else PRETRAIN_GPT, args, ranks, port, str(folder), options.timeout, env,
+        f"{graph_masks.__name__}:take_turn",
         list(sys.path),
     )  # fmt: skip
     made = []
@@ -108,8 +113,8 @@ def start(data: Path, work: Path, name: str, options: argparse.Namespace) -> Run
 
 def most_difference(first: str, name: str, cp_size: int) -> float:
     """By how much losses of two ways may differ."""
-    graphs = {"graph", "uncaptured"}
-    if {first, name} <= graphs:
+    graphs = {*GRAPHED, "uncaptured"}
+    if {first, name} <= {"graph", "uncaptured"}:
         return 0.0
     rounds_otherwise = cp_size > 1 and ("one" in (first, name) or (first in graphs) != (name in graphs))
     return 1e-2 if rounds_otherwise and first != name else 1e-3
@@ -133,7 +138,7 @@ def main() -> None:
             losses.append([*(of_iterations[i] for i in sorted(of_iterations)), *map(float, evals)])
             difference = max(abs(a / b - 1) for a, b in zip(losses[-1], losses[0], strict=True))
             captured, again, eager = (outputs[0].count(text) for text in COUNTED)
-            eager = eager if name == "graph" else options.iters
+            eager = eager if name in GRAPHED else options.iters
             rows.append([
                 name, len(outputs), options.layers, options.tokens * options.cp_size // len(outputs), MICROBATCHES,
                 options.iters, f"{losses[-1][0]:.6f}", f"{losses[-1][options.iters - 1]:.6f}",
@@ -142,8 +147,8 @@ def main() -> None:
             ])  # fmt: skip
             if difference > most_difference(options.ways[0], name, options.cp_size):
                 faults.append(f"{name}: other losses than {options.ways[0]}")
-            if name == "graph" and (captured != 2 or again != 1 or eager):
-                faults.append("graph: not captured as it should be")
+            if name in GRAPHED and (captured != 2 or again != 1 or eager):
+                faults.append(f"{name}: not captured as it should be")
             if name in ("te_modules", "te_local") and not re.search(r"CUDA Graphs? capture|Creating \d+ CUDA", text):
                 faults.append(f"{name}: nothing captured")
             print("  ".join(f"{h}={v}" for h, v in zip(HEADER, rows[-1], strict=True)), flush=True)

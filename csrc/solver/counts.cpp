@@ -70,10 +70,15 @@ class Spans {
 
 class Counting {
  public:
-  // `out`: [9, 2, cp_size], zeros.
-  Counting(const Int* bounds, const Int* rank, Int num_chunks, Int cp_size, Int ranks_per_node, Int* out)
+  // `host`: the rank that computes the queries of each chunk; `out`: [9, 2, cp_size], zeros.
+  Counting(const Int* bounds, const Int* rank, const Int* host, Int num_chunks, Int cp_size, Int ranks_per_node,
+           Int* out)
       : cp_size_(cp_size), ranks_per_node_(ranks_per_node), out_(out), own_(cp_size), needed_(cp_size) {
     for (Int i = 0; i < num_chunks; ++i) {
+      if (i && rank[i] == rank[i - 1] && host[i] == host[i - 1])
+        queries_.back().end = bounds[i + 1];
+      else
+        queries_.push_back({bounds[i], bounds[i + 1]}), host_.push_back(host[i]);
       if (i && rank[i] == rank[i - 1]) {
         runs_.back().end = own_[rank[i]].back().end = bounds[i + 1];
         continue;
@@ -86,10 +91,10 @@ class Counting {
 
   // A tight band: every row in its range sees a key, every key is seen.
   void add(const Band& band) {
-    for (Int i = after(runs_, band.q0); i < static_cast<Int>(runs_.size()) && runs_[i].begin < band.q1; ++i) {
+    for (Int i = after(queries_, band.q0); i < static_cast<Int>(queries_.size()) && queries_[i].begin < band.q1; ++i) {
       Band piece = band;
-      piece.q0 = std::max(piece.q0, runs_[i].begin), piece.q1 = std::min(piece.q1, runs_[i].end);
-      tighten(piece), add_piece(piece, rank_[i]);
+      piece.q0 = std::max(piece.q0, queries_[i].begin), piece.q1 = std::min(piece.q1, queries_[i].end);
+      tighten(piece), add_piece(piece, host_[i]);
     }
   }
 
@@ -189,8 +194,8 @@ class Counting {
 
   Int cp_size_, ranks_per_node_;
   Int* out_;
-  std::vector<Span> runs_;
-  std::vector<Int> rank_;
+  std::vector<Span> runs_, queries_;
+  std::vector<Int> rank_, host_;
   std::vector<std::vector<Span>> own_, needed_;
   std::vector<std::vector<Int>> first_[2];
   std::vector<std::vector<std::pair<Int, Int>>>
@@ -199,14 +204,15 @@ class Counting {
 
 }  // namespace
 
-// `bands`: [num_bands, 6], tight; `rank`: [num_dispatches, num_chunks]; `out`: [num_dispatches, 9, 2, cp_size], the
-// fields of Counts.
+// `bands`: [num_bands, 6], tight; `rank`, `host`: [num_dispatches, num_chunks]; `out`: [num_dispatches, 9, 2, cp_size],
+// the fields of Counts.
 extern "C" __attribute__((visibility("default"))) void magi_count(const Int* bands, Int num_bands, const Int* bounds,
-                                                                  const Int* rank, Int num_chunks, Int num_dispatches,
-                                                                  Int cp_size, Int ranks_per_node, Int* out) {
+                                                                  const Int* rank, const Int* host, Int num_chunks,
+                                                                  Int num_dispatches, Int cp_size, Int ranks_per_node,
+                                                                  Int* out) {
   std::fill(out, out + 18 * cp_size * num_dispatches, 0);
-  for (Int d = 0; d < num_dispatches; ++d, rank += num_chunks, out += 18 * cp_size) {
-    Counting counting(bounds, rank, num_chunks, cp_size, ranks_per_node, out);
+  for (Int d = 0; d < num_dispatches; ++d, rank += num_chunks, host += num_chunks, out += 18 * cp_size) {
+    Counting counting(bounds, rank, host, num_chunks, cp_size, ranks_per_node, out);
     for (Int i = 0; i < num_bands; ++i) {
       const Int* b = bands + 6 * i;
       counting.add({b[0], b[1], b[2], b[3], b[4], b[5]});

@@ -1,5 +1,5 @@
-// Called by megatron_magi/plan/native.py. Arrays are int64 and owned by the caller. Each function is equivalent to its
-// counterpart in the Python planner, with bitwise equal results.
+// Called by megatron_magi/plan/cpp_solver.py. Arrays are int64 and owned by the caller. Each function is equivalent to
+// its counterpart in the Python planner, with bitwise equal results.
 #include "swaps.hpp"
 
 #define MAGI_EXPORT extern "C" __attribute__((visibility("default")))
@@ -8,7 +8,7 @@ using magi::Int;
 using magi::Ints;
 
 // Must be incremented whenever results or arguments change, so that a library built from other sources is rejected.
-MAGI_EXPORT Int magi_solver_version() { return 5; }
+MAGI_EXPORT Int magi_solver_version() { return 6; }
 
 // Each chunk's rank: largest chunk first to the least loaded rank, then swaps until no load is above `target`.
 MAGI_EXPORT void magi_balance(Int num_chunks, Int cp_size, const Int* area, const Int* capacity, Int target,

@@ -82,6 +82,9 @@ def magi_attn_flex_key(
         compare: tensors that all ranks must hold alike (tokens, labels, positions), by name, at most 15. Their
             checksums are compared together with the plan. The host waits for tensors on a GPU: give those on the CPU,
             or in place of a tensor a number of 63 bits.
+        layout: the tokens that each rank holds, see `given_dispatch`; chosen when None. Queries may then be computed
+            by other ranks than those that hold them, where that is faster (``dispatch.queries`` of `MagiConfig`).
+        layout_cu_seqlens: documents of the layout ``"zigzag_documents"``, int ``[num_documents + 1]``.
 
     Returns:
         A hashable key; equal arguments give equal keys, which share one plan.

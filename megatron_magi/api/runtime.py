@@ -14,7 +14,7 @@ from megatron_magi.comm.agreement import Agreement, start_agreement
 from megatron_magi.comm.dispatch import UndispatchArgs
 from megatron_magi.comm.group_collective import GroupCastArgs
 from megatron_magi.comm.roll import RollArgs, make_roll_args
-from megatron_magi.plan import Dispatch, Plan, RankPlan, make_plan
+from megatron_magi.plan import Dispatch, Plan, RankPlan, make_plan, who_computes
 from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.upload import current_device, upload
 
@@ -80,7 +80,8 @@ class KeyRuntime:
         """Bytes of the index tensors once all of them are made, with one roll."""
         dispatch = self.plan.dispatch
         num_indices = dispatch.padded_seqlen + 4 * dispatch.shard_lengths[self.cp_rank]
-        for transfer in self.rank_plan.transfers:
+        moves = self.rank_plan.moves
+        for transfer in (*self.rank_plan.transfers, *(() if moves is None else (moves.there, moves.back))):
             num_indices += GroupCastArgs.num_indices(transfer.num_send, transfer.num_recv)
         return num_indices * _INDEX_BYTES
 
@@ -141,8 +142,10 @@ class RuntimeCache:
         shard = None if key.key_for_dispatch is None else self.get(key.key_for_dispatch).shard
         cp_size = 1 if key.cp_group is None else key.cp_group.size()
         dispatch = key.layout if shard is None else shard.dispatch
+        first = key if key.key_for_dispatch is None else key.key_for_dispatch
+        compute = who_computes(key.config.dispatch, first.layout is not None)
         with renamed("cp_size", "cp_group_or_mesh"):
-            plan = make_plan(key.mask, with_present_rates(key.config), cp_size, dispatch)
+            plan = make_plan(key.mask, with_present_rates(key.config), cp_size, dispatch, compute)
         return KeyRuntime(plan, key.cp_group, shard)
 
     def register(

@@ -4,17 +4,17 @@ mask too (`CallTemplate`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_magi.attention.call_signature import AttentionCall
+from megatron_magi.attention.travel import TravelArgs
 from megatron_magi.backends.base import Backend, Program
 from megatron_magi.comm.group_collective import Args
 from megatron_magi.config import MagiConfig
@@ -42,9 +42,8 @@ class CallTemplate(NamedTuple):
 
     Attributes:
         layouts: of q, k and v.
-        made: functions that make the kernels for another mask, by form (`CachedCall.form`), stage, pass and layout;
-            added by calls.
-        makers: likewise for passes in one launch (`Program.makers`), without and with fetched keys.
+        makers: what prepares the launches of passes in one launch (`Program.makers`), without and with fetched keys.
+        stage_makers: likewise of stages; by whether keys are fetched, and stage.
         room: rows for which collectives have memory, as `CastFacts.most`; empty if not known.
     """
 
@@ -58,9 +57,17 @@ class CallTemplate(NamedTuple):
     sink_layout: str
     return_max_logits: bool
     record: AttentionCall
-    made: LruCache[tuple, Callable]
     makers: tuple[LruCache[tuple, Any], LruCache[tuple, Any]]
+    stage_makers: dict[tuple[bool, int], LruCache[tuple, Any]]
     room: list[int]
+
+    def makers_of(self, fetches: bool, stage: int) -> LruCache[tuple, Any]:
+        """What prepares the launches of a stage; ``fetches``: some rank fetches keys."""
+        known = self.stage_makers.get((fetches, stage))
+        if known is None:
+            assert self.backend.programs is not None
+            known = self.stage_makers.setdefault((fetches, stage), self.backend.programs.new_makers())
+        return known
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +81,11 @@ class CachedCall:
         template: what it shares with calls of other masks.
         group_ref, config, backend, sink_layout, return_max_logits, record: those of ``template``, for fast access.
         record, backward_record: compared with other ranks.
-        hints: caches of the implementation, for the forward and backward of each stage.
-        delta_memo: likewise, for `row_delta`; None if the implementation does not cache.
+        stages: passes over each stage, if the implementation prepares them.
         tail: rows after the fetched ones, to be zeroed; None if the number of fetched rows is known on the host.
         stage_tables: see `know_stages`; None if there is nothing to do.
         comm_impl: of the collectives; one that reads numbers of rows on the device if the host does not know them.
+        travel: rows that other ranks compute; None if there are none.
         program: passes over all stages at once, if the implementation has them and they are faster.
     """
 
@@ -97,10 +104,10 @@ class CachedCall:
     return_max_logits: bool
     record: AttentionCall
     backward_record: AttentionCall
-    hints: tuple[tuple[dict[str, WeakValueDictionary], dict[str, WeakValueDictionary]], ...]
+    stages: tuple[Program | None, ...]
+    travel: TravelArgs | None
     program: Program | None
     stage_tables: Callable[[], None] | None
-    delta_memo: dict | None
     tail: torch.Tensor | None
     comm_impl: str
 
@@ -122,47 +129,31 @@ class CachedCall:
     def sums_meet(self) -> bool:
         """Whether the backward passes of the stages share the sums of dq, which the last one converts to dq."""
         (q, k, v), of_keys = self.template.layouts, [cast.num_recv for cast in self.casts]
-        return self.backend.sums_meet(q, k, v, self.bands, [q.shape[0], *of_keys], self.backward_options)
+        if self.travel is not None:
+            q = q.new_empty((q.shape[0] + self.travel.there.num_recv, *q.shape[1:]))
+        return self.backend.sums_meet(q, k, v, self.bands, [k.shape[0], *of_keys], self.backward_options)
 
-    @property
-    def form(self) -> tuple[bool, bool]:
-        """How passes over tensors of equal layouts depend on the mask: dtypes of partial results and SM margins, which
-        depend on whether keys are fetched, and whether backward passes share sums of dq.
-        """
-        return self.accumulates, self.sums_meet
-
-    def _memos(self) -> Iterator[tuple[int, int, MutableMapping, np.ndarray, int]]:
-        """Caches of passes: stage and pass as in `CallTemplate.made`, the cache, bands, and number of keys."""
-        own, of_keys = self.template.layouts[0].shape[0], [cast.num_recv for cast in self.casts]
-        for stage, (bands, count) in enumerate(zip(self.bands, (own, *of_keys), strict=True)):
-            for which in (0, 1):
-                if "memo" in self.hints[stage][which]:
-                    yield stage, which, self.hints[stage][which]["memo"], bands, count
+    def hints(self, stage: int) -> dict[str, Program]:
+        """Further arguments of the backend for the passes of a stage."""
+        program = self.stages[stage]
+        return {} if program is None else {"program": program}
 
     def know_stages(self) -> None:
         """Registers prepared tables of stages, before stages run."""
         if self.stage_tables is not None:
             self.stage_tables()
 
-    def note_made(self) -> None:
-        """Adds the passes of this mask to the template."""
-        for stage, which, memo, *_ in self._memos():
-            for layout, known in memo.items():
-                self.template.made.put((self.form, stage, which, layout), known.make, 0)
-
     def make_ready(self) -> None:
-        """Makes the passes that calls of other masks used on the current stream, for this mask.
+        """Prepares the launches that calls of other masks used on the current stream, for this mask.
 
-        The first entry of a layout is its stream. Calls on other streams make their own passes: there they must wait
-        for the tables and keep their memory alive.
+        Calls on other streams prepare their own: there they must wait for the tables and keep their memory alive.
         """
-        made, stream = self.template.made.items(), current_stream(self.template.layouts[0].device)
-        for stage, which, memo, bands, count in self._memos():
-            for (form, of, passes, layout), make in made:
-                if (of, passes, layout[0]) == (stage, which, stream) and form == self.form and count:
-                    self.know_stages()
-                    memo[layout] = make(bands, count)
-        if self.program is not None:
-            for layout, maker in self.program.makers.items():
+        stream = current_stream(self.template.layouts[0].device)
+        for stage, program in enumerate((self.program, *self.stages)):
+            if program is None or (stage and not program.num_keys):
+                continue
+            for layout, maker in program.makers.items():
                 if layout[0] == stream:
-                    self.program.make(layout, maker)
+                    if stage:
+                        self.know_stages()
+                    program.make(layout, maker)

@@ -69,7 +69,7 @@ class AttentionCall(NamedTuple):
 
 
 def describe_row(plan: RankPlan) -> Describe:
-    """What a row of this rank's shard is: padding, visible in the whole mask, or hidden by it."""
+    """What a row of this rank's shard is: padding, computed elsewhere, visible in the whole mask, or hidden by it."""
 
     def describe(name: str, row: int) -> str:
         rank = f", on rank {plan.cp_rank} of the group"
@@ -80,6 +80,8 @@ def describe_row(plan: RankPlan) -> Describe:
         if name in ("k", "v"):
             sent = any((transfer.send_index == row).any() for transfer in plan.transfers)
             return kind_of_row(name, sent or is_visible(plan.bands[0], row, by_key=True)) + rank
+        if plan.moves is not None and (plan.moves.rows == row).any():
+            return f"another rank computes it{rank}"
         return kind_of_row(name, any(is_visible(bands, row, by_key=False) for bands in plan.bands)) + rank
 
     return describe

@@ -32,7 +32,8 @@ def uploaded_args(facts: CastFacts | LevelFacts, moved: list[torch.Tensor]) -> A
     return (LevelArgs if isinstance(facts, LevelFacts) else GroupCastArgs).from_uploaded(facts, moved)
 
 
-def _built_args(transfer: Transfer, device: torch.device) -> Args:
+def cast_args(transfer: Transfer, device: torch.device) -> Args:
+    """Arguments of the collective of a transfer."""
     tables = cast_tables(transfer)
     if isinstance(tables, LevelTables):
         return LevelArgs.build(tables, device)
@@ -47,7 +48,7 @@ def plan_casts(plan: RankPlan, device: torch.device) -> tuple[Args, ...]:
     """
     casts = plan.runtime.casts.get(device)
     if casts is None:
-        casts = plan.runtime.casts[device] = tuple(_built_args(transfer, device) for transfer in plan.transfers)
+        casts = plan.runtime.casts[device] = tuple(cast_args(transfer, device) for transfer in plan.transfers)
     return casts
 
 
@@ -70,5 +71,5 @@ def joined_cast(plan: RankPlan, device: torch.device) -> Args:
         return plan_casts(plan, device)[0]
     cast = plan.runtime.joined_casts.get(device)
     if cast is None:
-        cast = plan.runtime.joined_casts[device] = _built_args(plan.joined, device)
+        cast = plan.runtime.joined_casts[device] = cast_args(plan.joined, device)
     return cast

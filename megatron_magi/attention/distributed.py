@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,9 @@ import torch.distributed as dist
 from megatron_magi.attention.call_cache import CachedCall, CallTemplate, living
 from megatron_magi.attention.call_signature import AttentionCall, check_inputs, check_sinks, check_static, describe_row
 from megatron_magi.attention.collective_args import cleared, joined_cast, plan_casts
-from megatron_magi.attention.fused_comm import is_alone, pays, program_of
+from megatron_magi.attention.fused_comm import is_alone, pays, program_of, stage_program
+from megatron_magi.attention.sink import reduce_dsink
+from megatron_magi.attention.travel import travel_args
 from megatron_magi.backends.base import Backend
 from megatron_magi.checks import flag, renamed
 from megatron_magi.comm.collective_checks import CallLog, NoCalls, calls_of
@@ -29,7 +31,7 @@ from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.operands.options import AttnOptions, make_options, written_out
 from megatron_magi.operands.passes import BackwardInputs
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
-from megatron_magi.ops.slice_passes import backward_pass, choose_for, forward_pass, resolve_impl, row_delta
+from megatron_magi.ops.slice_passes import backward_pass, choose_for, forward_pass, resolve_impl
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.no_compile import outside_graphs
@@ -39,7 +41,6 @@ _DEFAULTS = MagiConfig()
 _PLAIN = (float, int, bool, str)
 _MOST_CALLS = 64
 """Most calls that are cached with a plan; trainers have a few."""
-_MOST_MADE = 256
 """Most passes of stages that a template caches: a few for each stage, which differ in strides and streams."""
 
 
@@ -77,7 +78,8 @@ def distributed_attention(
             ``config.comm.dsink_all_reduce`` says otherwise.
         softmax_scale: ``head_dim ** -0.5`` when None.
         softcap: ``softcap * tanh(logit / softcap)`` when positive.
-        return_max_logits: also the largest logit of each head over this rank's rows.
+        return_max_logits: also the largest logit of each head over the rows that this rank computes: its own, except
+            those that other ranks compute (`RankPlan.moves`), and its guests.
 
     Returns:
         ``(out, meta)``: out ``[num_rows, num_heads_q, head_dim_v]`` in q's dtype;
@@ -113,7 +115,7 @@ def distributed_attention(
             call = _make_call(template, rank_plan)
         _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
         if is_new:
-            _make_room(k, v, call, rank_plan)
+            _make_room(q, k, v, call, rank_plan)
             if len(known) >= _MOST_CALLS:
                 known.clear()
             if key is not None:
@@ -122,7 +124,7 @@ def distributed_attention(
             out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call, rank_plan)
         else:
             with torch.no_grad():
-                (out, lse, max_logits), _ = _attend(q, k, v, sink, call)
+                (out, lse, max_logits), *_ = _attend_everywhere(q, k, v, sink, call)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
 
 
@@ -173,7 +175,7 @@ def _make_template(
         (Layout.of(q), Layout.of(k), Layout.of(v)), _no_group if group is None else ref(group), config,
         backend, options.softmax_scale, options.softcap,
         options.deterministic, sink_layout, return_max_logits, record,
-        LruCache(0, _MOST_MADE), makers, [],
+        makers, {}, [],
     )  # fmt: skip
 
 
@@ -185,7 +187,7 @@ def _make_call(template: CallTemplate, plan: RankPlan) -> CachedCall:
     of_call = q, template.softmax_scale, template.softcap, template.deterministic
     options = [make_options(*of_call, margin) for margin in margins]
     backend = _backend_for(plan, template, options[0])
-    remembers, casts = backend.caches_passes, plan_casts(plan, q.device)
+    casts = plan_casts(plan, q.device)
     check_static(plan, backend, attend.sanity_check)
     dims = q.shape[2], v.shape[2]
     program, programs = None, backend.programs
@@ -209,14 +211,15 @@ def _make_call(template: CallTemplate, plan: RankPlan) -> CachedCall:
         return_max_logits=template.return_max_logits,
         record=template.record,
         backward_record=template.record._replace(operation="attention backward", gradient=False),
-        # Weak references: cached objects hold device memory, which their own caches bound.
-        hints=tuple(
-            ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
-            for _ in plan.bands
+        stages=tuple(
+            None
+            if programs is None
+            else stage_program(plan, stage, count, programs, template.makers_of(bool(casts), stage))
+            for stage, count in enumerate([plan.num_rows, *(cast.num_recv for cast in casts)])
         ),
+        travel=travel_args(plan, q.device),
         program=program,
         stage_tables=plan.runtime.keep_stage_tables,
-        delta_memo={} if remembers else None,
         tail=plan.runtime.tail,
         comm_impl=config.comm.impl if plan.runtime.tail is None else FOR_CAPTURES,
     )
@@ -246,18 +249,26 @@ def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
     """
     if (plan.num_rows, plan.cp_size) != (like.num_rows, like.cp_size) or plan.runtime.tail is not None:
         return
+    if plan.moves is not None or like.moves is not None:
+        return  # passes differ in the number of guests too
     known = plan.runtime.calls
     for key, earlier in like.runtime.calls.items():
         if key not in known and (plan.cp_size == 1 or earlier.group_ref() is not None):
             call = known[key] = _make_call(earlier.template, plan)
-            _make_room(*call.template.layouts[1:], call, plan)
-            earlier.note_made()
-            if call.delta_memo is not None:  # the implementation caches passes
+            _make_room(*call.template.layouts, call, plan)
+            if call.backend.programs is not None:
                 call.make_ready()
 
 
-def _make_room(k: torch.Tensor, v: torch.Tensor, call: CachedCall, plan: RankPlan) -> None:
+def _make_room(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CachedCall, plan: RankPlan) -> None:
     """Lets collectives allocate the memory for all stages of both passes, before the step waits for any of them."""
+    if call.travel is not None:
+        wide, dims = accumulate_dtype(q.dtype), (q.shape[1:], (q.shape[1], v.shape[2]))
+        of_queries = RowLayout.make(dims[:1], (q.dtype,))
+        of_results = RowLayout.make((dims[1], q.shape[1:2]), (q.dtype, wide))
+        with renamed("impl", f"comm.impl ({NATIVE_COLLECTIVES})"):
+            for casts, layout in (((call.travel.there,), of_queries), ((call.travel.back,), of_results)):
+                make_room(casts, layout, None, call.group, call.comm_impl)
     of_keys, of_gradients = (
         RowLayout.make((k.shape[1:], v.shape[1:]), (dtype, dtype)) for dtype in (k.dtype, _partial_dtype(k, call))
     )
@@ -303,10 +314,11 @@ def _agree(
 class _DistributedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, sink, call: CachedCall, plan: RankPlan):
-        (out, lse, max_logits), saved_keys = _attend(q, k, v, sink, call)
+        (out, lse, max_logits), of_all, saved_keys = _attend_everywhere(q, k, v, sink, call)
         ctx.call, ctx.plan = call, plan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, sink, out, lse, *saved_keys)
+        q, out_of_all, lse_of_all = of_all
+        ctx.save_for_backward(q, k, v, sink, out_of_all, lse_of_all, *saved_keys)
         # One call for both: a second one would replace the first.
         ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))
         return out, lse, max_logits
@@ -316,27 +328,52 @@ class _DistributedAttention(torch.autograd.Function):
     def backward(ctx: Any, saved, dout, _dlse, _dmax_logits):
         q, k, v, sink, out, lse, *saved_keys = saved
         call: CachedCall = ctx.call
+        travel, num_rows = call.travel, ctx.plan.num_rows
         if dout is None:
             # Nothing here depends on the output, but this rank must take part for the gradients of other ranks' keys.
-            dout = torch.zeros_like(out)
+            dout = torch.zeros_like(out[:num_rows])
         with _calls(call.group, call.cp_size, call.config) as calls:
-            _agree(calls, call.backward_record, (q, k, v, sink), call, ctx.plan, dout)
+            _agree(calls, call.backward_record, (q[:num_rows], k, v, sink), call, ctx.plan, dout)
             wants_sink = sink is not None and ctx.needs_input_grad[3]
-            grads = _backward_at_once(dout, (q, k, v), out, lse, call, wants_sink)
+            if travel is not None:
+                (dout,) = travel.to_hosts([dout.contiguous()], call.group, call.comm_impl)
+            grads = _backward_at_once(dout, (q, k, v), out, lse, call, wants_sink and travel is None)
             if grads is not None:
                 *grads, delta = grads
+                if wants_sink and travel is not None:  # kernels know nothing of rows that others computed
+                    delta = call.backend.row_delta(dout, out)
             elif call.backend.takes_out and not wants_sink:
                 delta = None
-            elif call.delta_memo is None:
-                delta = row_delta(dout, out, call.config.attend.impl)
             else:
-                delta = call.backend.row_delta(dout, out, call.delta_memo)
-            dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call) if wants_sink else None
+                delta = call.backend.row_delta(dout, out)
+            dsink = None
+            if wants_sink:  # of this rank's rows, wherever they were computed
+                dsink = reduce_dsink(sink_gradient(sink, lse[:num_rows], delta[:num_rows]), call)
             if grads is None:
                 call.know_stages()
                 grads = _Backward(dout, q, k, v, out, lse, delta, saved_keys, call).run()
             dq, dk, dv = _narrow(grads, q.dtype)
+            if travel is not None:
+                (dq,) = travel.to_homes([dq], call.group, call.comm_impl)
         return dq, dk, dv, dsink, None, None
+
+
+def _attend_everywhere(q, k, v, sink, call: CachedCall) -> tuple[tuple, tuple, Sequence[torch.Tensor]]:
+    """As `_attend`, of this rank's rows, some of which other ranks may compute.
+
+    Returns:
+        ``(found, of_all, saved_keys)``: output, lse and largest logits; q, output and lse of this rank's rows and its
+        guests.
+    """
+    travel = call.travel
+    if travel is None:
+        found, saved_keys = _attend(q, k, v, sink, call)
+        return found, (q, *found[:2]), saved_keys
+    of_rows = [q, sink] if sink is not None and call.sink_layout == "ssh" else [q]
+    q, *of_rows = travel.to_hosts(of_rows, call.group, call.comm_impl)
+    (out, lse, max_logits), saved_keys = _attend(q, k, v, of_rows[0] if of_rows else sink, call)
+    home = travel.to_homes([out, lse], call.group, call.comm_impl)
+    return (*home, max_logits), (q, out, lse), saved_keys
 
 
 def _attend(q, k, v, sink, call: CachedCall) -> tuple[tuple, Sequence[torch.Tensor]]:
@@ -383,7 +420,7 @@ class _Forward:
             call.return_max_logits,
             accumulate_dtype(self._q.dtype) if call.accumulates else self._q.dtype,
             None if self._out is None else (self._out, self._lse),
-            **call.hints[stage][0],
+            **call.hints(stage),
         )  # fmt: skip
         if max_logits is not None:
             seen = self._max_logits
@@ -452,7 +489,7 @@ class _Backward:
             self._dq = _zeros(self._q, self._wide)
         self._dq, dk, dv = backward_pass(
             BackwardInputs(self._q, k, v, self._dout, self._lse, self._delta), call.bands[stage],
-            call.backward_options, call.backend, (self._dq, *into), grad_dtype, **call.hints[stage][1], **self._shared,
+            call.backward_options, call.backend, (self._dq, *into), grad_dtype, **call.hints(stage), **self._shared,
         )  # fmt: skip
         if stage:
             self._partial[stage] = (dk, dv)
@@ -500,11 +537,3 @@ def _narrow(grads: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch
     torch._foreach_copy_(narrow, wide)
     left = iter(narrow)
     return tuple(grad if grad.dtype == dtype else next(left) for grad in grads)
-
-
-def _reduce_dsink(dsink: torch.Tensor, call: CachedCall) -> torch.Tensor:
-    op = call.config.comm.dsink_all_reduce
-    if op == "none" or call.cp_size == 1 or call.sink_layout != "sh":
-        return dsink
-    dist.all_reduce(dsink, op=dist.ReduceOp.SUM, group=call.group)
-    return dsink / call.cp_size if op == "avg" else dsink

@@ -94,6 +94,13 @@ def program_of(
     return programs.of_plan(joined_bands(plan, programs), plan.num_rows, makers, transfer, is_prepared, numbers)
 
 
+def stage_program(
+    plan: RankPlan, stage: int, num_keys: int, programs: Programs, makers: LruCache[tuple, Any]
+) -> Program:
+    """The program of a stage of a plan over ``num_keys`` keys; ``makers`` as in `Programs.of_plan`."""
+    return programs.of_plan(plan.bands[stage], num_keys, makers, None, bool(plan.runtime.tables), None)
+
+
 def joined_bands(plan: RankPlan, programs: Programs) -> np.ndarray:
     """The mask of a plan over own keys and those of all stages, read-only int64 ``[n, 6]``; made once for a plan."""
     if not plan.transfers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_magi.attention.prepared_batch import AttnShape
-from megatron_magi.backends.base import Kernels
+from megatron_magi.backends.base import Kernels, ModelKind
 from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.impl import cuda_rows
 from megatron_magi.comm.transport import may_use_peer_memory
@@ -37,17 +37,17 @@ def needed_kernels(
     if backend is None:
         return []
     deterministic = config.attend.deterministic or torch.are_deterministic_algorithms_enabled()
-    group = shape.num_heads_q // shape.num_heads_kv
     dims = shape.head_dim, shape.head_dim_v
-    found = backend.kernels(shape.dtype, dims, group, deterministic=deterministic)
+    model = ModelKind(shape.dtype, dims, shape.num_heads_q // shape.num_heads_kv, deterministic)
+    found = backend.kernels(model)
     if captured:
-        found += backend.kernels(shape.dtype, dims, group, deterministic=deterministic, captured=True)
+        found += backend.kernels(model, captured=True)
     if cp_size == 1:
         return found
     programs = backend.programs
     one_launch = config.overlap.one_launch and programs is not None and may_use_peer_memory(cp_size, config.comm.impl)
     if one_launch:
-        found += backend.kernels(shape.dtype, dims, group, deterministic=deterministic, fused=True)
+        found += backend.kernels(model, fused=True)
     # Rows of heads are multiples of 16 bytes.
     units = (16, 8, 4) if rolls else (16,)
     found += [cuda_rows.gather_source(unit) for unit in units]

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_magi.attention.collective_args import cast_tables, joined_transfer, uploaded_args
 from megatron_magi.attention.distributed import make_calls_ready
 from megatron_magi.attention.fused_comm import is_alone, joined_bands, keep_joined_bands, pays
+from megatron_magi.attention.travel import TravelArgs
 from megatron_magi.backends.base import Backend, MaskTables, Ready, StageMasks, TableUse
 from megatron_magi.checks import instance
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
@@ -82,7 +83,8 @@ class _PreparedPlan:
 
     Attributes:
         plan: of this rank.
-        casts: one for each stage, and one for all stages at once if one launch is prepared and there are several.
+        casts: two for rows that travel, if there are any; one for each stage, and one for all stages at once if one
+            launch is prepared and there are several.
         tables: for the bands of each stage; if one launch is prepared, for the bands of all stages at once; or empty.
         stages: tables for the bands of each stage, if one launch is prepared; seldom needed.
         joined: the bands of all stages at once, if one launch is prepared.
@@ -105,7 +107,11 @@ class _PreparedPlan:
         for cast in self.casts:
             casts.append(uploaded_args(cast, tensors[at : at + cast.num_arrays]))
             at += cast.num_arrays
-        runtime = self.plan.runtime
+        runtime, moves = self.plan.runtime, self.plan.moves
+        if moves is not None:
+            there, back, *casts = casts
+            runtime.moves[device] = TravelArgs(there, back, tensors[at], self.plan.num_rows)
+            at += 1
         runtime.casts[device] = tuple(casts[: self.plan.degree])
         if len(casts) > self.plan.degree:
             runtime.joined_casts[device] = casts[-1]
@@ -276,15 +282,18 @@ def _prepare_plan(
     casts, before, backend = [], len(arrays), shape.table_backend
     dims, programs = (shape.head_dim, shape.head_dim_v), None if backend is None else backend.programs
     is_fused = pays(plan, dims, programs, config.comm.impl)
-    for transfer in (*plan.transfers, *([plan.joined] if is_fused and plan.joined is not None else ())):
+    moved = () if plan.moves is None else (plan.moves.there, plan.moves.back)
+    for transfer in (*moved, *plan.transfers, *([plan.joined] if is_fused and plan.joined is not None else ())):
         facts, made = cast_tables(transfer).arrays()
         casts.append(facts)
         arrays += made
+    if plan.moves is not None:
+        arrays.append(plan.moves.rows)
     if backend is None or backend.tables is None:
         return _PreparedPlan(plan, tuple(casts), num_arrays=len(arrays) - before)
     masks = StageMasks(
         bands=plan.bands,
-        num_rows=plan.num_rows,
+        num_rows=plan.num_queries,
         num_keys=(plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)),
         first_backward=next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND),
         facts=None if like is None else like[: len(plan.bands)],

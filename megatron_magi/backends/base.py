@@ -15,7 +15,7 @@ Nothing outside the folder of a backend imports it, except `megatron_magi.backen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
@@ -38,11 +38,20 @@ Kernels = list[tuple[str, tuple[str, ...]]]
 """Kernels to compile: source, relative to the folder of CUDA sources, and macros of each."""
 
 
-class CachedPass(Protocol):
-    """The launches of a pass that a backend keeps in the cache of `Backend.forward` and `Backend.backward`."""
+class ModelKind(NamedTuple):
+    """What of a model's attention kernels are compiled for.
 
-    def make(self, bands: np.ndarray, num_keys: int) -> CachedPass:
-        """The same for another mask with ``num_keys`` keys."""
+    Attributes:
+        dtype: of q, k and v.
+        dims: head dims of q and k, and of v.
+        group: query heads of a key head.
+        deterministic: bitwise repeatable results.
+    """
+
+    dtype: torch.dtype
+    dims: tuple[int, int]
+    group: int
+    deterministic: bool
 
 
 class Backend(ABC):
@@ -51,8 +60,6 @@ class Backend(ABC):
     Attributes:
         name: value of ``impl`` that selects it.
         title: its kernels in words, for logs.
-        caches_passes: both passes and `row_delta` take a dictionary ``memo``, in which they keep what calls that
-            differ in addresses alone share (`CachedPass`).
         takes_out: the backward takes the output of the forward over all keys and sinks, in the dtype of q, as ``out``,
             and then needs no delta.
         tables, programs, capture, sparse: what else it offers, see the module.
@@ -60,7 +67,6 @@ class Backend(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str] = "kernels"
-    caches_passes: ClassVar[bool] = False
     takes_out: ClassVar[bool] = False
     tables: ClassVar[HostTables | None] = None
     programs: ClassVar[Programs | None] = None
@@ -95,23 +101,17 @@ class Backend(ABC):
     @staticmethod
     @abstractmethod
     def forward(
-        inputs: ForwardInputs,
-        bands: np.ndarray,
-        options: AttnOptions,
-        output: ForwardOutput,
-        *,
-        return_max_logits: bool = False,
-        **hints: Any,
-    ) -> Tensor | None:
+        inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput, **hints: Any
+    ) -> None:
         """Writes attention over ``bands`` to ``output``, or merges it into that; arguments are already checked.
 
         Args:
             inputs: q, k, v, and the log-sum-exp of sinks, or None.
             bands: int64 ``[n, 6]`` (`megatron_magi.mask.bands`), no two of which overlap.
             options: of the call.
-            output: out, lse, and whether they hold a result over other keys into which this one is merged.
-            return_max_logits: return the largest visible logit of each head, ``[num_heads_q]``.
-            hints: ``memo``, if `caches_passes`.
+            output: out, lse, whether they hold a result over other keys into which this one is merged, and where the
+                largest logits are written.
+            hints: ``program``, of this mask, if it has `programs`.
 
         Raises:
             ValueError: it does not take such tensors, or such a mask.
@@ -131,16 +131,15 @@ class Backend(ABC):
             inputs: q, k, v, dout, and lse and delta over all keys and sinks of a row.
             bands, options: as in `forward`.
             grads: dq, dk, dv, and which of them are added to.
-            hints: ``memo``, if `caches_passes`; ``shared``, if `sums_meet` holds; ``out``, if `takes_out`.
+            hints: ``program``, as in `forward`; ``shared``, if `sums_meet` holds; ``out``, if `takes_out`.
 
         Raises:
             ValueError: as `forward`.
         """
 
     @staticmethod
-    def row_delta(dout: Tensor, out: Tensor, memo: MutableMapping | None = None) -> Tensor:
+    def row_delta(dout: Tensor, out: Tensor) -> Tensor:
         """``rowsum(dout * out)``, ``[num_rows, num_heads_q]``, as `megatron_magi.operands.merge.row_products`."""
-        del memo
         return row_products(dout, out)
 
     def takes(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bool:
@@ -167,26 +166,15 @@ class Backend(ABC):
         raise NotImplementedError
 
     @staticmethod
-    def kernels(
-        dtype: torch.dtype,
-        dims: tuple[int, int],
-        group: int,
-        *,
-        deterministic: bool,
-        fused: bool = False,
-        captured: bool = False,
-    ) -> Kernels:
+    def kernels(model: ModelKind, *, fused: bool = False, captured: bool = False) -> Kernels:
         """Kernels that attention can use under any mask, to be compiled ahead.
 
         Args:
-            dtype: of q, k and v.
-            dims: head dims of q and k, and of v.
-            group: query heads of a key head.
-            deterministic: bitwise repeatable results.
+            model: whose attention it is.
             fused: only those that wait for fetched keys.
             captured: only those that read a mask's numbers from memory.
         """
-        del dtype, dims, group, deterministic, fused, captured
+        del model, fused, captured
         return []
 
     @staticmethod
@@ -240,6 +228,10 @@ class StepMover(Protocol):
 
 class Program(Protocol):
     """Both passes over one mask, prepared for calls that differ in addresses and strides."""
+
+    @property
+    def num_keys(self) -> int:
+        """Own keys, or those of a stage."""
 
     @property
     def makers(self) -> LruCache[tuple, Any]:
@@ -323,7 +315,7 @@ class StageMasks(NamedTuple):
 
     Attributes:
         bands: of each stage; stage 0 is that of own keys.
-        num_rows: of the shard.
+        num_rows: queries.
         num_keys: of each stage.
         first_backward: the stage that the backward computes first.
         facts: by which kernels are chosen (`ChangingMask.facts`), one for each stage; of the masks themselves when
@@ -483,16 +475,7 @@ class Programs(Protocol):
     def new_makers(self) -> LruCache[tuple, Any]:
         """A cache for `Program.makers`."""
 
-    def of_tensors(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        bands: np.ndarray,
-        options: AttnOptions,
-        max_logits: bool,
-    ) -> Program | None:
+    def of_tensors(self, q: Tensor, k: Tensor, v: Tensor, bands: np.ndarray, options: AttnOptions) -> Program | None:
         """The program of calls on one device like this one; None if there is none for such tensors."""
 
     def of_plan(
@@ -504,13 +487,13 @@ class Programs(Protocol):
         is_prepared: bool,
         numbers: Any,
     ) -> Program:
-        """The program of a plan's masks.
+        """The program of a plan's masks, or of one of its stages.
 
         Args:
-            bands: over own keys and those of all stages, see `StageMasks.joined`; immutable.
-            num_keys: own keys.
+            bands: over own keys and those of all stages, see `StageMasks.joined`; or of one stage; immutable.
+            num_keys: own keys, or those of the stage.
             makers: shared by masks whose calls are otherwise equal (`new_makers`).
-            transfer: fetches keys; None if no rank fetches any.
+            transfer: fetches keys; None if no rank fetches any, and for a stage.
             is_prepared: the tables of the mask belong to a prepared plan.
             numbers: `StageTables.numbers`; None if they were not prepared.
         """
@@ -554,25 +537,11 @@ class Sparse(Protocol):
         """Query heads, of a ``group`` that shares a key head, that a tile of rows of a mask's ranges can hold."""
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pattern: SparsePattern,
-        softmax_scale: float,
-        *,
-        sink_lse: Tensor | None,
-        return_max_logits: bool,
+        self, inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``(out, lse, max_logits)`` of checked arguments."""
+        """``(out, lse, max_logits)`` of checked arguments; max_logits is None unless asked for."""
 
     def backward(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-        lse: Tensor,
-        delta: Tensor,
-        pattern: SparsePattern,
-        softmax_scale: float,
-        deterministic: bool,
+        self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv; ``tensors``: q, k, v and dout."""
+        """dq, dk and dv; lse and delta of ``inputs`` are those of the forward over the same pattern."""

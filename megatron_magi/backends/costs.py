@@ -6,7 +6,7 @@ Apart from `registry`, as plans need no torch.
 from __future__ import annotations
 
 from megatron_magi.backends.sm90 import cost as sm90
-from megatron_magi.rates import KernelCosts, Rates
+from megatron_magi.cost_model import KernelCosts, Rates
 
 DEFAULT = sm90.H100
 """Rates for GPUs of another kind, and for CPUs that plan for a GPU they do not see."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_magi.config import CostModel
+from megatron_magi.cost_model import Rates
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan.counts import count
 from megatron_magi.plan.predict import kernels_us
-from megatron_magi.rates import Rates
 
 
 def fit_kernels(

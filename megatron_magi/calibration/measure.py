@@ -17,12 +17,12 @@ from megatron_magi.backends.costs import rates_of
 from megatron_magi.calibration.fit import fit_kernels
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast
 from megatron_magi.config import CostModel, DispatchAlgorithm, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.cost_model import Rates
 from megatron_magi.cuda.target import DEFAULT_TARGET, target_of
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import causal, full, sliding_window, varlen
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.plan import make_plan
-from megatron_magi.rates import Rates
 
 logger = logging.getLogger(__name__)
 

@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from megatron_magi.comm import waits
+from megatron_magi.comm import timeouts
 from megatron_magi.comm.groups import abort, names_of, pause, timeout_s
 from megatron_magi.comm.inquiry import Inquiry, failure_text
-from megatron_magi.comm.store_channel import Board
+from megatron_magi.comm.store_channel import StoreChannel
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class CallLog:
         self._group = weakref.ref(group)
         self._world_ranks = dist.get_process_group_ranks(group)
         self._timeout_s = timeout_s(group)
-        self._board = Board(group)
+        self._channel = StoreChannel(group)
         self._count = 0
         self._phase = _Phase.OVER
         self._records: deque[tuple[int, NamedTuple, int]] = deque(maxlen=_NUM_RECORDS)
@@ -99,7 +99,7 @@ class CallLog:
         self._stop = threading.Event()
         crowd = max(1.0, dist.get_world_size() / 1000)  # all ranks of a job share one store
         self._longest_pause_s = 0.05 * crowd
-        watched = weakref.ref(self), self._stop, waits.LOOK_S * crowd
+        watched = weakref.ref(self), self._stop, timeouts.LOOK_S * crowd
         self._thread = threading.Thread(target=_watch, args=watched, daemon=True)
         self._thread.start()
 
@@ -162,17 +162,17 @@ class CallLog:
             waited = time.monotonic() - began
             if self._broken is not None:
                 raise RuntimeError(self._broken)
-            if waited >= waits.ASK_S:
+            if waited >= timeouts.ASK_S:
                 inquiry = inquiry or self._inquire(call, began)
                 if inquiry.look() and alike_is_done:
                     break
             pause(waited, self._longest_pause_s)
-        self._board.clear(call)
+        self._channel.clear(call)
 
     def explanation(self, call: int) -> tuple[str | None, str]:
         """Explains a failed collective: how ranks disagree, or None; and which ranks are absent or failed too."""
         inquiry = self._inquire(call, time.monotonic(), has_failed=True)
-        end = time.monotonic() + waits.EXPLAIN_S
+        end = time.monotonic() + timeouts.EXPLAIN_S
         while self._broken is None and time.monotonic() < end:
             try:
                 if inquiry.look():
@@ -181,26 +181,26 @@ class CallLog:
                 raise
             except RuntimeError as error:
                 return str(error), ""
-            time.sleep(waits.BUSY_S)
+            time.sleep(timeouts.BUSY_S)
         if absent := self.names(inquiry.missing):
             return self._broken, f"{self.operation(call)}: {absent} did not take part"
         return self._broken, failure_text(self, call, inquiry.answers) or ""
 
     def _inquire(self, call: int, began: float, has_failed: bool = False) -> Inquiry:
         self.tell(call)
-        return Inquiry(self, self._board, call, began, self._timeout_s, has_failed)
+        return Inquiry(self, self._channel, call, began, self._timeout_s, has_failed)
 
     def _compare(self, record: NamedTuple, plan: int) -> None:
         call = self._count
         self._phase = _Phase.COMPARING
         digest = hashlib.blake2b(repr((record, plan)).encode(), digest_size=8).hexdigest()
-        if self._board.vote(call, digest):
+        if self._channel.vote(call, digest):
             # All ranks have voted, so none reads the entries of the previous comparison any more.
             if self._voted is not None:
-                self._board.forget(*self._voted)
-            self._board.clear(call)
+                self._channel.forget(*self._voted)
+            self._channel.clear(call)
         else:
-            self.wait(call, lambda: self._board.is_agreed(call), alike_is_done=True)
+            self.wait(call, lambda: self._channel.is_agreed(call), alike_is_done=True)
         self._voted = (call, digest)
 
     def _fail(self, error: Exception) -> None:
@@ -219,24 +219,24 @@ class CallLog:
         self._unsettled = call
         text = f"raised {type(error).__name__}: {error}"
         with suppress(RuntimeError):
-            self._lingers_until = time.monotonic() + 2 * waits.LOOK_S
+            self._lingers_until = time.monotonic() + 2 * timeouts.LOOK_S
             with self._answering:
                 self._failures.add(call)
-                self._board.answer(call, {**answer, "failed": text})
+                self._channel.answer(call, {**answer, "failed": text})
             if phase is not _Phase.COMPARING:  # in a comparison the error is a conclusion, which the others know
-                self._board.post({"kind": "failed", "call": call, "text": text})
+                self._channel.post({"kind": "failed", "call": call, "text": text})
 
     def _settle(self, call: int) -> None:
         """Before the next call: waits until all ranks have failed in this one, else call numbers would diverge."""
         began = time.monotonic()
         failed: dict[int, dict[str, Any]] = {}
-        while self._broken is None and len(failed) < self._board.size:
+        while self._broken is None and len(failed) < self._channel.size:
             found = dict(failed)
-            self._board.answers(call, found)
+            self._channel.answers(call, found)
             failed = {rank: answer for rank, answer in found.items() if "failed" in answer}
             waited = time.monotonic() - began
             if waited > self._timeout_s:
-                others = [rank for rank in range(self._board.size) if rank not in failed]
+                others = [rank for rank in range(self._channel.size) if rank not in failed]
                 text = f"{self.operation(call)}: {self.names(others)} did not fail as others did"
                 self.conclude(call, text, ends=True)
             pause(waited, self._longest_pause_s)
@@ -254,7 +254,7 @@ class CallLog:
         """Posts this rank's record of a call, if it is still kept and the call has not failed here."""
         with self._answering:
             if call not in self._failures and (told := self._own_answer(call)):
-                self._board.answer(call, told)
+                self._channel.answer(call, told)
 
     def _own_answer(self, call: int) -> dict[str, Any]:
         for number, record, plan in reversed(list(self._records)):  # the other thread may append
@@ -267,7 +267,7 @@ class CallLog:
         """Processes events of other ranks; returns whether some remain to be handled soon."""
         if self._broken is None and (text := next(filter(None, (g.failure() for g in self._guards())), None)):
             self._end(self._count, text)
-        for event in self._board.unread():
+        for event in self._channel.unread():
             if event["kind"] == "question":
                 self._questions.add(event["call"])
             elif event["kind"] == "failed":
@@ -290,7 +290,7 @@ class CallLog:
                 self._alarms[alarm] = since = now if since is None else since
                 if alarm.rank is None:
                     self._end(alarm.call, alarm.text)
-                elif now - since >= waits.GRACE_S:
+                elif now - since >= timeouts.GRACE_S:
                     self._end(alarm.call, failure_text(self, alarm.call, {alarm.rank: {"failed": alarm.text}}))
         return bool(self._questions or self._alarms)
 
@@ -316,9 +316,9 @@ class CallLog:
         Args:
             ends: some rank has started to communicate in the call, so the group cannot be used any more.
         """
-        text = self._board.conclude(call, text)
-        self._board.post({"kind": "conclusion", "call": call, "text": text, "ends": ends})
-        self._lingers_until = time.monotonic() + 2 * waits.LOOK_S
+        text = self._channel.conclude(call, text)
+        self._channel.post({"kind": "conclusion", "call": call, "text": text, "ends": ends})
+        self._lingers_until = time.monotonic() + 2 * timeouts.LOOK_S
         if ends:
             self._broken = text
         return text
@@ -327,7 +327,7 @@ class CallLog:
         """Ends the thread, after leaving others time to read, as the store may end with this process."""
         time.sleep(max(0.0, self._lingers_until - time.monotonic()))
         self._stop.set()
-        self._thread.join(2 * waits.LOOK_S)
+        self._thread.join(2 * timeouts.LOOK_S)
 
     def operation(self, call: int) -> str:
         """Name of this rank's operation in a call."""
@@ -393,7 +393,7 @@ def _close_logs() -> None:
 def _watch(log_ref: weakref.ref[CallLog], stop: threading.Event, interval_s: float) -> None:
     """Main function of the thread of a log. It ends with the log, or with the store."""
     busy, failures = False, 0
-    while not stop.wait(waits.BUSY_S if busy else interval_s):
+    while not stop.wait(timeouts.BUSY_S if busy else interval_s):
         log = log_ref()
         if log is None or not dist.is_initialized():
             return

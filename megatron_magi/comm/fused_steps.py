@@ -28,11 +28,11 @@ from megatron_magi.cuda.layout import Like
 _ADD_ROUTE = 2  # index in `PeerTables.routes`
 _NUM_CHUNKS = 16  # byte offset in `PeerTables.counts`, whose first entry is the number of fetched rows
 _MOST_KNOWN = 64
-_OF_ANNOUNCING = {
+_OF_GET = {
     0: "published", 1: "published.starts", 2: "published.num_chunks", 3: "fetch", 4: "fetch.num_rows",
     7: "later.part_rows",
 }  # fmt: skip
-_OF_ADDING = {0: "sums.index", 1: "sums.routes", 2: "sums.rows", 3: "sums.starts", 4: "sums.sources", 5: "sums.shift"}
+_OF_PUT = {0: "sums.index", 1: "sums.routes", 2: "sums.rows", 3: "sums.starts", 4: "sums.sources", 5: "sums.shift"}
 """The parameters in `peer_kernels.SHAPES` that depend on the transfer, and their names."""
 
 _known: WeakKeyDictionary[Native, dict[tuple, Arriving | Step]] = WeakKeyDictionary()
@@ -61,7 +61,7 @@ def get_step(
 
     def make() -> Arriving:
         found = mover.arriving(tensors, args, layout, into, sources, places)
-        return found._replace(step=_naming(found.step, "get_rows", _OF_ANNOUNCING))
+        return found._replace(step=_naming(found.step, "get_rows", _OF_GET))
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
     return mover, found._replace(tensors=into, step=found.step._replace(numbers=_get_numbers(args)))
@@ -83,7 +83,7 @@ def put_step(
         return None
 
     def make() -> Step:
-        return _naming(mover.adding(tensors, args, layout, into, sources, places), "put_sums", _OF_ADDING)
+        return _naming(mover.adding(tensors, args, layout, into, sources, places), "put_sums", _OF_PUT)
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
     return found._replace(numbers=_put_numbers(args, layout))
@@ -118,7 +118,7 @@ def _get_numbers(args: GroupCastArgs) -> dict[str, int]:
         tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS, tables.fetch.data_ptr(), counts,
         part_rows(args.num_recv),
     )  # fmt: skip
-    return dict(zip(_OF_ANNOUNCING.values(), found, strict=True))
+    return dict(zip(_OF_GET.values(), found, strict=True))
 
 
 def _put_numbers(args: GroupCastArgs, layout: RowLayout) -> dict[str, int]:
@@ -130,4 +130,4 @@ def _put_numbers(args: GroupCastArgs, layout: RowLayout) -> dict[str, int]:
         arrivals.rows.data_ptr(), arrivals.starts.data_ptr(), arrivals.sources.data_ptr(),
         sent_shift(slot_row_bytes(layout), args.most[2]),
     )  # fmt: skip
-    return dict(zip(_OF_ADDING.values(), found, strict=True))
+    return dict(zip(_OF_PUT.values(), found, strict=True))

@@ -17,7 +17,7 @@ from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.impl.hierarchical import Hierarchical
 from megatron_magi.comm.impl.native import Native, present_native
 from megatron_magi.comm.level_args import LevelArgs, LevelFacts, LevelTables
-from megatron_magi.comm.movement import Mover, Started
+from megatron_magi.comm.movement import Mover, SentRows, Started
 from megatron_magi.comm.nodes import nodes_of
 from megatron_magi.comm.row_layout import RowLayout, resolved
 from megatron_magi.comm.row_memory import can_add
@@ -138,7 +138,7 @@ def group_cast(
             raise ValueError(f"tensors: {x.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
     tensors = [resolved(x) for x in tensors]
     layout = RowLayout.of(tensors)
-    started = way.mover(layout, most_received(args)).cast(tensors, args, layout, kept)
+    started = way.mover(layout, most_received(args)).cast(SentRows(tensors, args, layout, kept))
     return _handle(way, started, started.finish, args, layout)
 
 
@@ -181,10 +181,10 @@ def group_reduce(
     layout = RowLayout.of(tensors)
     mover = way.mover(layout, most_received(args, back=True))
     if at_once and isinstance(mover, Native) and can_add(layout, into):
-        started = mover.add(tensors, args, layout, into, kept)
+        started = mover.add(SentRows(tensors, args, layout, kept), into)
         return _handle(way, started, started.finish, args, layout, back=True)
     assert not getattr(args, "is_static", False), "numbers of rows that the host does not know"
-    started = mover.give_back(tensors, args, layout, kept)
+    started = mover.give_back(SentRows(tensors, args, layout, kept))
 
     def finish() -> list[torch.Tensor]:
         way.ops.add_rows(started.finish(), layout, args.arrivals, into)
@@ -229,7 +229,7 @@ def group_reduce_lse(
     mover = way.mover(layout, most_received(args, back=True))
     if isinstance(mover, Hierarchical):
         mover = mover.merging
-    started = mover.give_back((out, lse), args, layout)
+    started = mover.give_back(SentRows((out, lse), args, layout))
 
     def finish() -> tuple[torch.Tensor, torch.Tensor]:
         arriving_out, arriving_lse = layout.views(started.finish())

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from megatron_magi.comm import waits
-from megatron_magi.comm.store_channel import Board
+from megatron_magi.comm import timeouts
+from megatron_magi.comm.store_channel import StoreChannel
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Inquiry:
 
     Args:
         log: names the call and the ranks, and makes all ranks raise conclusions.
-        board: for questions and answers; this rank has already answered.
+        channel: for questions and answers; this rank has already answered.
         call: number of the call.
         began: when this rank started to wait for it, by `time.monotonic`.
         timeout_s: how long it waits for the others.
@@ -44,20 +44,20 @@ class Inquiry:
     """
 
     def __init__(
-        self, log: Log, board: Board, call: int, began: float, timeout_s: float, has_failed: bool = False
+        self, log: Log, channel: StoreChannel, call: int, began: float, timeout_s: float, has_failed: bool = False
     ) -> None:
-        self._log, self._board, self._call = log, board, call
+        self._log, self._channel, self._call = log, channel, call
         self._began, self._timeout_s, self._has_failed = began, timeout_s, has_failed
         self.answers: Answers = {}
         self._last = 0.0
         self._differ_since: float | None = None
         self._has_warned = False
-        board.ask(call)
+        channel.ask(call)
 
     @property
     def missing(self) -> list[int]:
         """Ranks that have not answered."""
-        return [rank for rank in range(self._board.size) if rank not in self.answers]
+        return [rank for rank in range(self._channel.size) if rank not in self.answers]
 
     def look(self) -> bool:
         """Whether the call is known to be the same on all ranks.
@@ -66,12 +66,12 @@ class Inquiry:
             RuntimeError: it is not, or ranks did not answer in time.
         """
         now = time.monotonic()
-        if now - self._last < max(waits.BUSY_S, waits.BUSY_S * self._board.size / 100):
+        if now - self._last < max(timeouts.BUSY_S, timeouts.BUSY_S * self._channel.size / 100):
             return False
         self._last = now
-        if (text := self._board.conclusion(self._call)) is not None:
+        if (text := self._channel.conclusion(self._call)) is not None:
             raise RuntimeError(text)
-        self._board.answers(self._call, self.answers)
+        self._channel.answers(self._call, self.answers)
         text = self._difference()
         if text is None:
             if self.missing:
@@ -79,7 +79,7 @@ class Inquiry:
             return not self.missing
         self._differ_since = now if self._differ_since is None else self._differ_since
         # The message is better with all answers, but one may never arrive.
-        if not self.missing or now - self._differ_since >= waits.ASK_S:
+        if not self.missing or now - self._differ_since >= timeouts.ASK_S:
             self._raise(text)
         return False
 
@@ -107,7 +107,7 @@ class Inquiry:
         operation, names = self._log.operation(self._call), self._log.names(self.missing)
         if waited >= self._timeout_s:
             self._raise(f"{operation}: {names} did not arrive within {self._timeout_s:g} s")
-        if waited >= waits.WARN_S and not self._has_warned:
+        if waited >= timeouts.WARN_S and not self._has_warned:
             self._has_warned = True
             logger.warning("%s: waiting for %s for %.0f s", operation, names, waited)
 

@@ -32,71 +32,61 @@ class Started(NamedTuple):
     finish: Callable[[], Any]
 
 
-class Mover[Args](Protocol):
-    """An implementation of `megatron_magi.comm.group_collective` for the ranks of one group.
+class SentRows[Args](NamedTuple):
+    """Rows to send.
 
     ``Args`` is `GroupCastArgs`, or `megatron_magi.comm.level_args.LevelArgs` in two levels.
+
+    Attributes:
+        tensors: ``[num_rows, ...]`` each, ``[num_recv, ...]`` if rows go back; free to change once a call has
+            returned, unless ``kept``.
+        args: which rows are sent where.
+        layout: of ``tensors``.
+        kept: the caller does not change ``tensors`` before the result is waited for.
     """
 
-    def cast(self, tensors: Sequence[torch.Tensor], args: Args, layout: RowLayout, kept: bool = False) -> Started:
-        """Starts sending rows of ``tensors`` as ``args`` says; the result is a list of tensors ``[num_recv, ...]``.
+    tensors: Sequence[torch.Tensor]
+    args: Args
+    layout: RowLayout
+    kept: bool = False
 
-        Args:
-            tensors: ``[num_rows, ...]`` each; free to change once this returns, unless ``kept``.
-            args: which rows are sent where.
-            layout: of ``tensors``.
-            kept: the caller does not change ``tensors`` before the result is waited for.
-        """
 
-    def give_back(self, tensors: Sequence[torch.Tensor], args: Args, layout: RowLayout, kept: bool = False) -> Started:
-        """Starts sending rows of ``tensors`` back to the ranks that the cast fetched them from.
+class Mover[Args](Protocol):
+    """An implementation of `megatron_magi.comm.group_collective` for the ranks of one group."""
 
-        The result is a buffer of ``layout``, in the order of the arrivals of ``args``: that in which the cast sent its
-        rows.
+    def cast(self, rows: SentRows[Args]) -> Started:
+        """Starts sending rows as their arguments say; the result is a list of tensors ``[num_recv, ...]``."""
 
-        Args:
-            tensors: ``[num_recv, ...]`` each.
-            args, layout, kept: as in `cast`.
+    def give_back(self, rows: SentRows[Args]) -> Started:
+        """Starts sending rows back to the ranks that the cast fetched them from.
+
+        The result is a buffer of their layout, in the order of the arrivals of their arguments: that in which the cast
+        sent its rows.
         """
 
 
 Into = tuple[Sequence[torch.Tensor], torch.Tensor]
 """Tensors, and the indices of their rows that received rows are copied to, int64 ``[num_recv]``."""
 
+type FlatRows = SentRows[GroupCastArgs]
+"""Rows that are sent in one level."""
+
 
 class PlacingMover(Mover[GroupCastArgs], Protocol):
     """A `Mover` that can read and write rows at given indices, as needed for one of two levels."""
 
-    def cast(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        kept: bool = False,
-        into: Into | None = None,
-    ) -> Started:
-        """See `Mover`.
-
-        Args:
-            tensors, args, layout, kept: as there.
-            into: where to write the result; new tensors when None. Only for ``args`` without ``recv_order``.
-        """
+    def cast(self, rows: FlatRows, into: Into | None = None) -> Started:
+        """See `Mover`; ``into``: where to write the result, only for arguments without ``recv_order``."""
 
     def give_back(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        kept: bool = False,
-        index: torch.Tensor | None = None,
-        received: torch.Tensor | None = None,
+        self, rows: FlatRows, index: torch.Tensor | None = None, received: torch.Tensor | None = None
     ) -> Started:
         """See `Mover`.
 
         Args:
-            tensors, args, layout, kept: as there.
-            index: int64 ``[num_recv]``, the rows of ``tensors`` to send; all in their order when None. Only for
-                ``args`` without ``recv_order``.
+            rows: as there.
+            index: int64 ``[num_recv]``, the rows of the tensors to send; all in their order when None. Only for
+                arguments without ``recv_order``.
             received: where to write the result, ``num_send`` rows; a new buffer when None.
         """
 
@@ -105,13 +95,5 @@ class PlacingMover(Mover[GroupCastArgs], Protocol):
 class Adder(PlacingMover, Protocol):
     """A `PlacingMover` that can add returning rows as they arrive."""
 
-    def add(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        into: Sequence[torch.Tensor],
-        kept: bool = False,
-        index: torch.Tensor | None = None,
-    ) -> Started:
+    def add(self, rows: FlatRows, into: Sequence[torch.Tensor], index: torch.Tensor | None = None) -> Started:
         """`give_back` and the addition to ``into`` in one; the result is a list of these tensors."""

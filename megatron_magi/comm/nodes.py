@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_magi.comm.collective_checks import Guard, add_guard
 from megatron_magi.comm.groups import abort, timeout_s
-from megatron_magi.comm.peers import Meeting
+from megatron_magi.comm.peers import Rendezvous
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> NodeGroups:
         if group.size() % ranks_per_node:
             raise ValueError(f"ranks_per_node: {group.size()} ranks are no whole number of nodes of {ranks_per_node}")
         ranks, rank = dist.get_process_group_ranks(group), group.rank()
-        name = Meeting(group, "ranks_per_node").gather(uuid4().hex)[0]
+        name = Rendezvous(group, "ranks_per_node").gather(uuid4().hex)[0]
         first = rank - rank % ranks_per_node
         node, places = ranks[first : first + ranks_per_node], ranks[rank % ranks_per_node :: ranks_per_node]
         backend, timeout = dist.get_backend_config(group), timedelta(seconds=timeout_s(group))

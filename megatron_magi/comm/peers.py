@@ -40,8 +40,8 @@ _LONGEST_PAUSE_S = 0.05  # between polls of a rank that waits for the others
 _LEAVE_S = 0.5  # how long a leaving rank waits for the others to leave
 
 
-class Meeting:
-    """A rendezvous: all-gathers of values through the group's store, without a GPU.
+class Rendezvous:
+    """All-gathers of values through the group's store, without a GPU.
 
     Args:
         group: the ranks.
@@ -106,7 +106,7 @@ class Shared:
         self._own.free()
 
 
-def share(meeting: Meeting, num_bytes: int, device: torch.device) -> tuple[Shared | None, str]:
+def share(rendezvous: Rendezvous, num_bytes: int, device: torch.device) -> tuple[Shared | None, str]:
     """Allocates and maps ``num_bytes`` on every rank, or on none; collective.
 
     Returns:
@@ -117,21 +117,21 @@ def share(meeting: Meeting, num_bytes: int, device: torch.device) -> tuple[Share
         own = _allocate(num_bytes, device)
     except RuntimeError as problem:
         error = str(problem)
-    said = meeting.gather({"handle": None if own is None else own.handle.hex(), "error": error})
+    said = rendezvous.gather({"handle": None if own is None else own.handle.hex(), "error": error})
     addresses: list[int] = []
     if all(s["handle"] for s in said):
         try:
             for rank, s in enumerate(said):
-                mine = rank == meeting.rank
+                mine = rank == rendezvous.rank
                 addresses.append(own.address if mine else open_memory(bytes.fromhex(s["handle"]), device))
         except RuntimeError as problem:
             error = str(problem)
-        said = meeting.gather({"error": error})
-    problems = [f"{meeting.names([rank])}: {s['error']}" for rank, s in enumerate(said) if s["error"]]
+        said = rendezvous.gather({"error": error})
+    problems = [f"{rendezvous.names([rank])}: {s['error']}" for rank, s in enumerate(said) if s["error"]]
     if not problems:
-        return Shared(own, addresses, meeting.rank, device), ""
+        return Shared(own, addresses, rendezvous.rank, device), ""
     for rank, address in enumerate(addresses):
-        if rank != meeting.rank:
+        if rank != rendezvous.rank:
             close_memory(address, device)
     if own is not None:
         own.free()
@@ -146,7 +146,7 @@ def _allocate(num_bytes: int, device: torch.device) -> SharedMemory:
 
 
 def refusal_of_host(
-    meeting: Meeting, device: torch.device, num_groups: int = 0, is_captured: bool = False
+    rendezvous: Rendezvous, device: torch.device, num_groups: int = 0, is_captured: bool = False
 ) -> str | None:
     """The reason why the ranks of a group cannot access each other's memory; None if they can. Collective, and the same
     on all ranks.
@@ -157,7 +157,7 @@ def refusal_of_host(
     """
     properties = torch.cuda.get_device_properties(device)
     boot = Path("/proc/sys/kernel/random/boot_id")
-    said = meeting.gather(
+    said = rendezvous.gather(
         {
             "host": [socket.gethostname(), boot.read_text() if boot.exists() else ""],
             "device": str(properties.uuid),
@@ -171,7 +171,7 @@ def refusal_of_host(
         reason = refusal_of(said) or _refusal_of_links([s["device"] for s in said], device)
     except RuntimeError as error:
         reason = f"cannot ask for links: {error}"
-    reasons = [r for r in meeting.gather(reason) if r]
+    reasons = [r for r in rendezvous.gather(reason) if r]
     return reasons[0] if reasons else None
 
 
@@ -212,24 +212,24 @@ class PeerMemory:
         notice: int32 ``[8]`` in page-locked memory, ``Notice`` of peers.cuh.
     """
 
-    def __init__(self, meeting: Meeting, control: Shared, device: torch.device) -> None:
-        self._meeting, self._control, self._device = meeting, control, device
+    def __init__(self, rendezvous: Rendezvous, control: Shared, device: torch.device) -> None:
+        self._rendezvous, self._control, self._device = rendezvous, control, device
         self._data: Shared | None = None
         self._kept: list[Shared] = []  # slots of before, which CUDA graphs refer to
         self._forgotten: list[Shared] = []  # those of graphs that are gone
         self.slot_bytes = self.generation = 0
         self.notice = torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=True)
-        self._owned = _Owned(meeting.rank, device, self.notice, control)
+        self._owned = _Owned(rendezvous.rank, device, self.notice, control)
         self._finalizer = weakref.finalize(self, self._owned.leave)
         self._finalizer.atexit = False  # at exit the memory is freed with the process
         self.packed = b""
 
     @classmethod
-    def make(cls, meeting: Meeting, device: torch.device) -> tuple[PeerMemory | None, str]:
+    def make(cls, rendezvous: Rendezvous, device: torch.device) -> tuple[PeerMemory | None, str]:
         """Makes the memory, without slots yet; or None and the reason. Collective."""
         _give_back_what_all_have_left()
-        control, reason = share(meeting, _CONTROL_BYTES, device)
-        return (None, reason) if control is None else (cls(meeting, control, device), "")
+        control, reason = share(rendezvous, _CONTROL_BYTES, device)
+        return (None, reason) if control is None else (cls(rendezvous, control, device), "")
 
     def grow(self, slot_bytes: int, keep: bool = False) -> str | None:
         """Reallocates the slots; returns the reason if not possible, else None. Collective; synchronizes the device.
@@ -240,7 +240,7 @@ class PeerMemory:
                 for others.
         """
         torch.cuda.synchronize(self._device)
-        slot_bytes = max(self._meeting.gather(slot_bytes))  # no rank reads the old slots any more
+        slot_bytes = max(self._rendezvous.gather(slot_bytes))  # no rank reads the old slots any more
         unused, self._forgotten = self._forgotten, []
         if self._data is not None and not keep:
             unused.append(self._data)
@@ -249,10 +249,10 @@ class PeerMemory:
             self._owned.data = [data for data in self._owned.data if data not in unused]
             for data in unused:
                 data.close()
-            self._meeting.gather(None)  # no rank has them mapped any more
+            self._rendezvous.gather(None)  # no rank has them mapped any more
             for data in unused:
                 data.free()
-        data, reason = share(self._meeting, _NUM_SLOTS * slot_bytes, self._device)
+        data, reason = share(self._rendezvous, _NUM_SLOTS * slot_bytes, self._device)
         if data is None:
             return reason
         if self._data is not None:
@@ -260,10 +260,10 @@ class PeerMemory:
         self._data = data
         self._owned.data.append(data)
         self.slot_bytes, self.generation = slot_bytes, self.generation + 1
-        rest = [0] * (MAX_RANKS - self._meeting.size)
+        rest = [0] * (MAX_RANKS - self._rendezvous.size)
         self.packed = PEERS.pack(
             *self._data.addresses, *rest, *self._control.addresses, *rest, self.notice.data_ptr(), slot_bytes,
-            int(self._meeting.timeout_s * 1e9), self._meeting.rank, self._meeting.size,
+            int(self._rendezvous.timeout_s * 1e9), self._rendezvous.rank, self._rendezvous.size,
         )  # fmt: skip
         return None
 

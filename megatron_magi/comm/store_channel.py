@@ -17,7 +17,7 @@ from megatron_magi.comm.groups import store_of
 _PREFIX = "megatron_magi/calls"
 
 
-class Board:
+class StoreChannel:
     """The entries of one group, as one rank sees them.
 
     Raises:

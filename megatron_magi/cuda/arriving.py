@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_magi.cuda.launch_list import Place, Step
+from megatron_magi.cuda.launch_list import Map, Place, Step
+from megatron_magi.cuda.layout import Layout
 
 MOST_PARTS = 16
 """Most parts of the rows, each with its own flag: kMostParts of csrc/common/arrivals.cuh."""
 FLAG_BYTES = 2 * 4 * MOST_PARTS
 """Size of ArrivalFlags there."""
 _LEAST_PART_ROWS = 256
-
-
-class GateParams(ctypes.Structure):
-    """ArrivalBarrier of csrc/common/arrivals.cuh."""
-
-    _fields_ = [
-        ("call", ctypes.c_void_p), ("arrived", ctypes.c_void_p), ("broken", ctypes.c_void_p),
-        ("notice", ctypes.c_void_p), ("timeout_ns", ctypes.c_int64),
-        ("num_rows", ctypes.c_int32), ("part_rows", ctypes.c_int32), ("first", ctypes.c_int32),
-        ("pad", ctypes.c_int32),
-    ]  # fmt: skip
 
 
 class Arriving(NamedTuple):
@@ -39,7 +28,7 @@ class Arriving(NamedTuple):
         tensors: tensors of the layout of the destination, ``[num_rows, ...]`` each.
         places: addresses of the destination.
         step: the fetching kernel.
-        call, arrived, broken, notice: addresses, see `GateParams`.
+        call, arrived, broken, notice: addresses, see ArrivalBarrier in csrc/common/arrivals.cuh.
         timeout_ns: timeout of the fetching kernel; the waiting kernel stops after twice as long.
         overlaps: whether the waiting kernel may start before all rows have arrived.
     """
@@ -54,12 +43,21 @@ class Arriving(NamedTuple):
     timeout_ns: int
     overlaps: bool = True
 
-    def gate(self, first: int) -> GateParams:
-        """Parameters of the waiting kernel; ``first``: index of the first row."""
-        num_rows = len(self.tensors[0])
-        return GateParams(
-            self.call, self.arrived, self.broken, self.notice, 2 * self.timeout_ns, num_rows, part_rows(num_rows), first
-        )
+    def set_barrier(self, barrier: Any, first: int) -> None:
+        """Sets the members of ArrivalBarrier in csrc/common/arrivals.cuh that are the same for all masks.
+
+        Args:
+            barrier: a kernel's parameter.
+            first: index of the first row.
+        """
+        barrier.call, barrier.arrived, barrier.broken = self.call, self.arrived, self.broken
+        barrier.notice = self.notice
+        barrier.timeout_ns, barrier.first = 2 * self.timeout_ns, first
+
+    def maps(self, box_rows: int) -> list[Map]:
+        """Tensor maps of the rows, in boxes of ``box_rows``; the number of rows is the mask's ``seen.later``."""
+        likes = (Layout.of(t).with_rows(max(1, len(t))) for t in self.tensors)
+        return [Map(like, (box_rows,), place, "seen.later") for like, place in zip(likes, self.places, strict=True)]
 
 
 def part_rows(num_rows: int) -> int:

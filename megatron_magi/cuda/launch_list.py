@@ -11,7 +11,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_magi.cuda import driver
-from megatron_magi.cuda.driver import Kernel, LaunchConfig
+from megatron_magi.cuda.driver import MAP_BYTES, Kernel, LaunchConfig
+from megatron_magi.cuda.layout import Layout, Like
 from megatron_magi.runtime import cpp_library
 
 _VERSION = 2
@@ -103,6 +104,84 @@ class Step(NamedTuple):
     def overlapping(self) -> Step:
         """The same step, allowed to start while the kernel before it ends."""
         return self._replace(config=self.config.copy(self.config.grid[0], overlaps=True))
+
+
+class Map(NamedTuple):
+    """A tensor map of a kernel.
+
+    Attributes:
+        like: tensor of the layout, or the layout; its address does not matter.
+        box: rows of a box, and its heads if not one.
+        place: where the tensor is.
+        rows: name of the mask's number of rows; None if they are those of ``like``.
+    """
+
+    like: Like
+    box: tuple[int, ...]
+    place: Place
+    rows: str | None = None
+
+
+def make_step(
+    kernel: Kernel,
+    num_blocks: int | str,
+    params: ctypes.Structure,
+    *,
+    maps: Sequence[Map] = (),
+    fields: Mapping[str, Place],
+    numbers: Mapping[str, str] = MappingProxyType({}),
+    overlaps: bool = False,
+) -> Step:
+    """A launch of a list.
+
+    Args:
+        kernel: what runs.
+        num_blocks: grid, or the name of the mask's number of blocks.
+        params: the parameters that depend neither on the mask nor on addresses; they begin with the tensor maps.
+        maps: these, in their order.
+        fields: parameters that are addresses.
+        numbers: parameters that depend on the mask, with the names of the numbers. Those inside a struct that is a
+            parameter are named FIELD.FIELD, here and in ``fields``.
+        overlaps: blocks may take SMs that the kernel before it on the stream has left or never took.
+    """
+    kind, size = type(params), ctypes.sizeof(params)
+    memory = ctypes.create_string_buffer(size + _ALIGNMENT)
+    address = _aligned(ctypes.addressof(memory))
+    ctypes.memmove(address, ctypes.addressof(params), size)
+    layouts = [Layout.of(one.like) for one in maps]
+    for i, (one, layout) in enumerate(zip(maps, layouts, strict=True)):
+        if one.rows is None:
+            ctypes.memmove(address + i * MAP_BYTES, driver.tensor_map(layout, *one.box), MAP_BYTES)
+    patches = [Patch(i * MAP_BYTES, *one.place, True) for i, one in enumerate(maps)]
+    patches += [Patch(_where(kind, name)[0], *place) for name, place in fields.items()]
+    config = LaunchConfig(kernel, num_blocks if isinstance(num_blocks, int) else 1)
+    config.num_attributes = overlaps
+    return Step(
+        kernel, config, address, kind.from_buffer(memory, address - ctypes.addressof(memory)), tuple(patches),
+        tuple(Field(*_where(kind, field), name) for field, name in numbers.items()),
+        tuple(
+            MapRows(i * MAP_BYTES, one.rows, partial(_encode, layout, one.box))
+            for i, (one, layout) in enumerate(zip(maps, layouts, strict=True)) if one.rows is not None
+        ),
+        num_blocks if isinstance(num_blocks, str) else None,
+    )  # fmt: skip
+
+
+@cache
+def _where(kind: type[ctypes.Structure], field: str) -> tuple[int, int]:
+    """Offset and size in bytes of a field, or of FIELD.FIELD inside a struct."""
+    at = 0
+    *outer, last = field.split(".")
+    for name in outer:
+        at += getattr(kind, name).offset
+        kind = dict(kind._fields_)[name]
+    found = getattr(kind, last)
+    return at + found.offset, found.size
+
+
+def _encode(layout: Layout, box: tuple[int, ...], rows: int) -> bytes:
+    """Makes a tensor map of a layout with another number of rows: a `MapRows.encode`."""
+    return driver.tensor_map(layout.with_rows(rows), *box)
 
 
 class _Patch(ctypes.Structure):

@@ -12,7 +12,7 @@ from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.config import DispatchAlgorithm, MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import Plan, make_plan
-from megatron_magi.plan.balance import candidates, predictions
+from megatron_magi.plan.dispatch import candidates, predictions
 
 
 @dataclass(frozen=True)

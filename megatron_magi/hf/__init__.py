@@ -1,6 +1,6 @@
 """Hugging Face: ``attn_implementation="magi"`` for models of transformers, context parallelism in the Trainer.
 
-The only package that imports transformers and accelerate; importing it registers the attention (`attention`).
+The only package that imports transformers and accelerate; importing it registers the attention (`registration`).
 `parallel` is context parallelism in a loop, accelerate and the Trainer; `shard` is a batch over ranks.
 """
 
@@ -14,8 +14,8 @@ except ImportError as error:
         f"megatron_magi.hf: needs transformers and accelerate; pip install '.[hf]' in a checkout: {error}"
     ) from error
 
-from megatron_magi.hf.attention import register
 from megatron_magi.hf.parallel import MagiParallelismConfig, context_parallel
+from megatron_magi.hf.registration import register
 from megatron_magi.hf.rollouts import log_probs
 from megatron_magi.hf.shard import Shard, shard_batch
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from megatron_magi.api import calc_attn
@@ -35,12 +34,6 @@ MAX_DENSE = 16384
 
 REFUSED = ("head_mask", "position_bias", "alibi", "indices", "block_indices", "sinks", "output_attentions")
 """Arguments that change or ask for the attention matrix: biases, keys that a layer selects, a sink for each row."""
-
-
-def register() -> None:
-    """Makes ``attn_implementation="magi"`` known to transformers. Importing `megatron_magi.hf` does it."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, layer_mask)
 
 
 @outside_graphs

@@ -30,8 +30,9 @@ from megatron_magi.checks import flag, instance, int_array, int_at_least
 from megatron_magi.comm.agreement import told
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import DispatchConfig, MagiConfig
-from megatron_magi.hf.attention import NAME, check_implementation, register
+from megatron_magi.hf.attention import NAME, check_implementation
 from megatron_magi.hf.mask_spec import AttnMaskSpec
+from megatron_magi.hf.registration import register
 from megatron_magi.hf.shard import IGNORED, heads_of, shard_batch
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.operands.options import check_tensor

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_magi.mcore import seams
 from megatron_magi.mcore.argv import OPTION, add_arguments
+from megatron_magi.mcore.sample_packing import is_asked_for
 
 _ADD, _VALIDATE = "training.arguments:add_megatron_arguments", "training.arguments:validate_args"
 
@@ -67,11 +68,13 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
     """Validates in place: with our checks, Megatron's own (``stock``) and those of the result."""
     from megatron.training import arguments
 
+    from megatron_magi.mcore.hybrid_pattern import check_linear_layers
     from megatron_magi.mcore.settings import buffer_length, layer_masks
     from megatron_magi.mcore.validate import (
         check_evaluation,
         check_full_validation,
         check_layout,
+        check_packing,
         check_padding,
         chunk_notices,
         settle_arguments,
@@ -92,6 +95,12 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
     for name, value in wanted.items():
         setattr(args, name, value)
     check_layout(args)
+    if is_asked_for(args):
+        check_packing(args)
+        args.variable_seq_lengths = True  # pipeline stages tell each other lengths
+        if not args.num_experts:
+            args.moe_token_dispatcher_type = "alltoall"  # Megatron asks for it, of models without experts too
+    check_linear_layers(args)
     padded = buffer_length(args)
     check_padding(args, padded)
     for notice in chunk_notices(args, padded):

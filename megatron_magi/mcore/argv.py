@@ -12,6 +12,8 @@ from collections.abc import Sequence
 OPTION = "--attention-backend"
 _VALUE = "magi"
 FLAG = "--magi-attention"
+PACKING = "--sequence-packing-scheduler"
+"""Of later versions of Megatron."""
 
 
 def rewrite_argv(argv: Sequence[str]) -> list[str]:
@@ -79,6 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Tokens of a chunk: tokens are distributed over context-parallel ranks in chunks. Chosen if not given.",
     )
     group.add_argument(
+        "--magi-layout",
+        choices=("auto", "planned", "zigzag", "contiguous"),
+        default="auto",
+        help="Which rank holds which tokens. planned: what the planner chooses for the masks. zigzag: pieces r and "
+        "2 * CP - 1 - r of 2 * CP; contiguous: piece r of CP, of the sequences of a microbatch one after another. auto "
+        "is planned.",
+    )
+    group.add_argument(
         "--magi-overlap-degree",
         metavar="STAGES",
         type=int,
@@ -102,4 +112,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="MODULE:FUNCTION or FILE.py:FUNCTION that is given the number of a layer, from 1, and returns its mask as "
         "text for --magi-mask, or None for that of --magi-mask.",
     )
+    if not any(PACKING in action.option_strings for action in parser._actions):
+        group.add_argument(
+            PACKING,
+            choices=["dp_balanced"],
+            default=None,
+            help="Samples have any length up to --seq-length: those of an iteration are packed into microbatches of as "
+            "many tokens at most, whose number differs from iteration to iteration.",
+        )
     return parser

@@ -20,6 +20,7 @@ from megatron_magi.comm.roll import RollArgs
 from megatron_magi.mcore.carrier import LayerPlans, MagiSeqParams, ShardLayout
 from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.planner import FAILED, SEQUENCES, Fields, PlannedBatch, Planner
+from megatron_magi.mcore.token_order import TokenOrder
 from megatron_magi.runtime.upload import current_device
 
 
@@ -160,11 +161,12 @@ class BatchDispatcher:
         rows = {name: named[name].view(planned.batch_size, -1) for name in SEQUENCES}
         padding, roll = named.get("padding"), planned.roll
         successors = roll and RollArgs.from_uploaded(roll, [named[f"roll{i}"] for i in range(roll.num_arrays)])
+        order = TokenOrder.from_arrays(named, planned.dispatch.padded_seqlen)
         params = MagiSeqParams(
             qkv_format="sbhd",
             max_seqlen_q=planned.num_positions,
             max_seqlen_kv=planned.num_positions,
-            plans=LayerPlans(self.planner, batch.fields, planned, successors),
+            plans=LayerPlans(self.planner, batch.fields, planned, successors, order),
             layout=ShardLayout(planned.batch_size, len(named["tokens"]), named["positions"], named["roll_keeps"]),
             num_loss_tokens=planned.num_loss_tokens,
         )

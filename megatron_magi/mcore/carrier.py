@@ -6,7 +6,8 @@ prediction capture it, so a microbatch that is replayed or still in flight has i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -14,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_magi.comm.roll import RollArgs, make_roll_args
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore.planner import Fields, PlannedBatch, Planner
+from megatron_magi.mcore.token_order import TokenOrder
 from megatron_magi.plan import RankPlan
 
 Window = tuple[int, int] | None
@@ -28,14 +30,23 @@ class LayerPlans:
         fields: of the microbatch, for masks that were not prepared.
         planned: what was made ahead.
         successors: made of its arrays, if it has them.
+        order: likewise.
 
     Attributes:
         stats: of the plan that decided the distribution of tokens.
         dispatch: the distribution.
     """
 
-    def __init__(self, planner: Planner, fields: Fields, planned: PlannedBatch, successors: RollArgs | None) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        fields: Fields,
+        planned: PlannedBatch,
+        successors: RollArgs | None,
+        order: TokenOrder | None,
+    ) -> None:
         self._planner = planner
+        self._order = order
         self._fields = fields
         self._plans = planned.prepared.plans
         self._successors = successors
@@ -66,6 +77,17 @@ class LayerPlans:
         if source.text not in self._plans:
             self._plans[source.text] = self._planner.plan_of(source, self._fields, self.dispatch)
         return self._plans[source.text]
+
+    def order(self, device: torch.device) -> TokenOrder | None:
+        """For linear layers; None where each sequence is a document and is whole on this rank, as to Megatron.
+
+        Made on first use where it was not prepared.
+        """
+        if self._order is None and not self._planner.has_linear_layers:
+            arrays = self._planner.order_arrays(self._fields, self.dispatch)
+            named = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+            self._order = TokenOrder.from_arrays(named, self.dispatch.padded_seqlen)
+        return self._order
 
     def successors(self, device: torch.device) -> RollArgs:
         """How each row gets the content of the next token's row; made on first use where it was not prepared."""
@@ -121,7 +143,8 @@ class MagiSeqParams(PackedSeqParams):
     """`PackedSeqParams` that also carries the plans of its microbatch.
 
     ``qkv_format`` is ``sbhd``: to Megatron the tensors look unpacked. ``max_seqlen_q`` is the
-    number of rotary positions.
+    number of rotary positions. Megatron has code that makes a new `PackedSeqParams` of the fields that it knows; the
+    plans travel in ``qkv_format`` too, so that `find_carrier` finds them there.
     """
 
     plans: LayerPlans = field(default=None, repr=False)
@@ -129,17 +152,40 @@ class MagiSeqParams(PackedSeqParams):
     num_loss_tokens: float | torch.Tensor = 0.0
     """Sum of the loss mask over the whole microbatch; fp32 ``[]`` on the device where it changes in captured graphs."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.qkv_format = _Format(self.qkv_format)
+        self.qkv_format.cargo = {name: getattr(self, name) for name in ("plans", "layout", "num_loss_tokens")}
+
+
+class _Format(str):
+    """A name of a format, to which the fields of a `MagiSeqParams` are tied that Megatron does not know."""
+
+    cargo: dict[str, Any]
+
+
+def find_carrier(packed_seq_params: Any) -> MagiSeqParams | None:
+    """The carrier, also of a `PackedSeqParams` that was made of its fields; None of anything else."""
+    if isinstance(packed_seq_params, MagiSeqParams):
+        return packed_seq_params
+    qkv_format = getattr(packed_seq_params, "qkv_format", None)
+    if not isinstance(qkv_format, _Format):
+        return None
+    known = {f.name: getattr(packed_seq_params, f.name) for f in fields(PackedSeqParams)}
+    return MagiSeqParams(**known, **qkv_format.cargo)
+
 
 def carrier_of(packed_seq_params: PackedSeqParams | None, where: str) -> MagiSeqParams:
     """The carrier, or an error that says who called the model without one.
 
     Raises:
-        ValueError: ``packed_seq_params`` is not a `MagiSeqParams`.
+        ValueError: ``packed_seq_params`` is not a `MagiSeqParams`, nor made of one.
     """
-    if not isinstance(packed_seq_params, MagiSeqParams):
+    found = find_carrier(packed_seq_params)
+    if found is None:
         raise ValueError(
             f"packed_seq_params: {where} needs the MagiSeqParams that megatron_magi.mcore.batch makes, got "
             f"{type(packed_seq_params).__name__}; a script of your own calls megatron_magi.mcore.install() before it "
             "imports anything of megatron; to generate text load the checkpoint with another --attention-backend"
         )
-    return packed_seq_params
+    return found

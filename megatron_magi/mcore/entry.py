@@ -82,12 +82,16 @@ def _model_parts(args: Namespace, model: str, hooks: list[Callable]) -> tuple[An
 
     from megatron_magi.mcore import seams
 
-    if model == "hybrid" or seams.needed("training.models.gpt:GPTModel"):
+    trainer_builds = seams.needed("training.models.gpt:GPTModel")
+    if model == "hybrid" or trainer_builds:
         config = getattr(argument_utils, f"{model}_config_from_args")(args)
-        config.pre_wrap_hooks += hooks
-        return config, config.transformer, None
-    from megatron_magi.mcore.model_provider import GPTProvider
+        if trainer_builds:
+            config.pre_wrap_hooks += hooks
+            return config, config.transformer, None
+    from megatron_magi.mcore.model_provider import GPTProvider, HybridProvider
 
+    if model == "hybrid":
+        return config, config.transformer, HybridProvider(config, hooks)
     transformer = arguments.core_transformer_config_from_args(args)
     return None, transformer, GPTProvider(args, transformer, hooks)
 
@@ -140,8 +144,10 @@ def _stock_parts(args: Namespace, own_data: Callable | None) -> tuple[Callable, 
 def _magi_parts(args: Namespace, own_data: Callable | None) -> tuple[Callable, Callable]:
     from megatron_magi.mcore.data import make_dataset_provider
     from megatron_magi.mcore.forward_step import MagiForwardStep, make_dispatcher
+    from megatron_magi.mcore.sample_packing import is_asked_for, make_packing
     from megatron_magi.mcore.user_step import make_loss_log
 
-    forward_step = MagiForwardStep(lambda: make_dispatcher(args), make_loss_log(args.magi_loss_log))
+    packing = (lambda: make_packing(args)) if is_asked_for(args) else None
+    forward_step = MagiForwardStep(lambda: make_dispatcher(args), make_loss_log(args.magi_loss_log), packing)
     # Every rank needs the plan of a batch, so every rank reads it.
     return make_dataset_provider(lambda vp_stage: True, forward_step.prepare, own_data), forward_step

@@ -20,10 +20,12 @@ from megatron_magi.calibration import with_present_rates
 from megatron_magi.comm.transport import peer_collectives
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.target import local_target
-from megatron_magi.mcore import loader
+from megatron_magi.mcore import loader, sample_packing
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch, ReadBatches
 from megatron_magi.mcore.groups import make_agreement_group
+from megatron_magi.mcore.hybrid_pattern import linear_layers
 from megatron_magi.mcore.kernels import compile_ahead
+from megatron_magi.mcore.layout import layout_of
 from megatron_magi.mcore.look_ahead import LookAhead, look_ahead_of
 from megatron_magi.mcore.loss import averages_reports, microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
@@ -52,9 +54,11 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
         masks=layer_masks(args),
         own_positions=args.magi_mask is not None or args.magi_layer_masks is not None,
         eod=get_tokenizer().eod if args.reset_attention_mask else None,
-        seq_length=buffer_length(args),
+        seq_length=None if sample_packing.is_asked_for(args) else buffer_length(args),
         rolls=bool(args.mtp_num_layers),
         compares=agreement_group is not None,
+        has_linear_layers=bool(linear_layers(args)),
+        layout=layout_of(args),
     )
     check_captures(args, planner.shape, config.comm.impl, cp_group)
     kernels = needed_kernels(
@@ -150,18 +154,27 @@ class MagiForwardStep:
     Args:
         make_dispatcher: called by `prepare`.
         loss_log: told the plan of each training microbatch, if given.
+        make_packing: called by `prepare`, if given: the data iterator has samples, which are packed into microbatches.
 
     Attributes:
+        packing: of samples into the microbatches that are dispatched, if there is any.
         takes_read_batches: its data iterator may be `ReadBatches`, as in captured iterations.
     """
 
     takes_read_batches = True
 
-    def __init__(self, make_dispatcher: Callable[[], BatchDispatcher], loss_log: LossLog | None = None) -> None:
+    def __init__(
+        self,
+        make_dispatcher: Callable[[], BatchDispatcher],
+        loss_log: LossLog | None = None,
+        make_packing: Callable[[], sample_packing.SamplePacking] | None = None,
+    ) -> None:
+        self._make_packing = make_packing
         self._make_dispatcher = make_dispatcher
         self._dispatcher: BatchDispatcher | None = None
         self._group: Any = None
         self._loss_log = loss_log
+        self.packing: sample_packing.SamplePacking | None = None
         # Of each model chunk: iteration and kind of the microbatches read last, and how many there were.
         self._read: dict[int | None, tuple[tuple[int, bool], int]] = {}
 
@@ -174,7 +187,10 @@ class MagiForwardStep:
         group = get_context_parallel_group()
         if self._dispatcher is None or group is not self._group:
             self._dispatcher, self._group = self._make_dispatcher(), group
-            loader.install(self._dispatcher.planner)
+            if self._make_packing is None:
+                loader.install(self._dispatcher.planner)
+            else:
+                self.packing = self._make_packing()  # what a loader returns is no microbatch yet
 
     def __call__(
         self, data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False

@@ -1,4 +1,4 @@
-"""Hybrid models of attention, MLPs and experts whose attention executes plans."""
+"""Hybrid models whose attention executes plans, over tokens that linear layers get in their order."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _NORM = "core.models.hybrid.hybrid_block:TENorm"
 
 
 class MagiHybridModel(MagiModelMixin, HybridModel):
-    """Megatron's hybrid model with plan-driven attention; takes patterns of ``*``, ``+``, ``-`` and ``E`` only.
+    """Megatron's hybrid model with plan-driven attention; takes patterns of ``*``, ``+``, ``-``, ``E``, ``M``, ``G``.
 
     Raises:
-        ValueError: the pattern has layers that need the tokens in their order, or another core attention.
+        ValueError: the pattern has other layers, or another core attention.
     """
 
     _params: MagiSeqParams | None = None

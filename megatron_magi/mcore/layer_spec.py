@@ -11,12 +11,12 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_magi.mcore.core_attention import MagiCoreAttention, MagiTECoreAttention
+from megatron_magi.mcore.linear_layers import FAMILIES, REPLACEMENTS, LinearLayerMixin
 
-_FIELD = "core_attention"
+_FIELD, _MODULE = "core_attention", "module"
 
 
 def _replacements() -> dict[type, type[MagiCoreAttention]]:
@@ -30,7 +30,8 @@ def _replacements() -> dict[type, type[MagiCoreAttention]]:
 
 
 def replace_core_attention(spec: Any) -> Any:
-    """A copy of a layer spec in which local and TE core attention are `MagiCoreAttention` or its variant for TE.
+    """A copy of a layer spec in which local and TE core attention are `MagiCoreAttention` or its variant for TE, and
+    linear layers those of `megatron_magi.mcore.linear_layers`.
 
     Any other core attention is left where it is; `check_attention` finds it in the model. The
     spec itself is not touched: Megatron shares parts of specs between models.
@@ -56,6 +57,8 @@ def _copy(node: Any, replacements: dict[type, type[MagiCoreAttention]]) -> Any:
     for item in fields(node):
         value = getattr(node, item.name)
         named = replacements.get(_named_class(value)) if item.name == _FIELD else None
+        if item.name == _MODULE and isinstance(value, type):
+            named = REPLACEMENTS.get(value)
         value = _copy(value, replacements) if named is None else named
         object.__setattr__(out, item.name, value)
     return out
@@ -70,16 +73,15 @@ def _named_class(value: Any) -> type | None:
     return value if isinstance(value, type) else None
 
 
-def check_attention(model: nn.Module, cp_size: int) -> None:
+def check_attention(model: nn.Module) -> None:
     """Refuses a model with layers that would mix tokens without knowing where they are.
 
     Args:
         model: a pipeline stage.
-        cp_size: number of context-parallel ranks.
 
     Raises:
-        ValueError: an attention layer has another core attention, or a layer that needs the
-            tokens in their order (Mamba, gated delta net) is used with context parallelism.
+        ValueError: an attention layer has another core attention, or a linear layer is none of
+            `megatron_magi.mcore.linear_layers`.
     """
     for name, module in model.named_modules():
         if isinstance(module, Attention):
@@ -89,10 +91,9 @@ def check_attention(model: nn.Module, cp_size: int) -> None:
                     f"transformer_layer_spec: {name} ({type(module).__name__}) has the core attention "
                     f"{type(core).__name__}, which --attention-backend magi cannot replace"
                 )
-        # An MLP of a hybrid model is a transformer layer that lives beside Mamba's.
-        is_linear = type(module).__module__.startswith("megatron.core.ssm") and not isinstance(module, TransformerLayer)
-        if cp_size > 1 and is_linear:
+        if isinstance(module, FAMILIES) and not isinstance(module, LinearLayerMixin):
             raise ValueError(
-                f"context_parallel_size: {name} ({type(module).__name__}) needs the tokens in their order, "
-                f"--attention-backend magi dispatches them over {cp_size} ranks; use 1"
+                f"hybrid_stack_spec, transformer_layer_spec: {name} ({type(module).__name__}) needs the tokens in "
+                "their order, and --attention-backend magi does not know it; it knows Megatron's MambaMixer and "
+                "GatedDeltaNet"
             )

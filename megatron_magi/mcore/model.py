@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 
 from megatron_magi.mcore import seams
 from megatron_magi.mcore.batch import LocalBatch
-from megatron_magi.mcore.carrier import MagiSeqParams, carrier_of
+from megatron_magi.mcore.carrier import carrier_of, find_carrier
 from megatron_magi.mcore.layer_spec import check_attention, replace_core_attention
 from megatron_magi.mcore.rotary import LatentRotary, select_positions, unslice
 from megatron_magi.mcore.settings import is_magi
@@ -37,7 +37,11 @@ class MagiModelMixin:
 
     def __init__(self, config: Any, spec: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, replace_core_attention(spec), *args, **kwargs)
-        check_attention(self, self.pg_collection.cp.size())
+        self._take_positions()
+
+    def _take_positions(self) -> None:
+        """Angles are asked for all positions; of these a shard's are selected."""
+        check_attention(self)
         rotary = getattr(self, "rotary_pos_emb", None)
         if rotary is not None:
             unslice(rotary)
@@ -56,7 +60,7 @@ class MagiModelMixin:
 
     def _completed(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name, with what `given` adds to a caller's who knows nothing of plans."""
-        if self._given is None or isinstance(arguments.get("packed_seq_params"), MagiSeqParams):
+        if self._given is None or find_carrier(arguments.get("packed_seq_params")):
             return arguments
         # Only the router of experts reads the mask of padding.
         padding = self._given.padding_mask if self.config.num_moe_experts else None

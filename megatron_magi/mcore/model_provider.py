@@ -1,4 +1,7 @@
-"""A GPT for trainers that are given a function that builds a chunk: megatron-core before 0.19, whose wheel has none."""
+"""Models for trainers that are given a function that builds a chunk: megatron-core before 0.19.
+
+Its wheel has a builder of hybrid models, and none of GPTs.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +63,7 @@ class GPTProvider:
             vp_stage=vp_stage,
             **options,
         )
-        chunks = [model]
-        for hook in self._hooks:
-            chunks = hook(chunks)
-        return chunks[0]
+        return _hooked(model, self._hooks)
 
     def _layer_spec(self, config: Any, vp_stage: int | None) -> Any:
         if self._args.spec is not None:
@@ -88,3 +88,35 @@ class GPTProvider:
             "normalization": config.normalization,
             "qk_l2_norm": config.qk_l2_norm,
         }
+
+
+class HybridProvider:
+    """Builds the chunks of a hybrid model with Megatron's own builder, called by Megatron's ``pretrain``.
+
+    Args:
+        config: Megatron's ``HybridModelConfig``.
+        hooks: as of `GPTProvider`.
+    """
+
+    def __init__(self, config: Any, hooks: Sequence[Callable]) -> None:
+        from megatron.training.models.hybrid import HybridModelBuilder
+
+        self._builder, self._hooks = HybridModelBuilder(config), hooks
+
+    def __call__(
+        self,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None = None,
+        config: Any = None,
+        pg_collection: Any = None,
+    ) -> torch.nn.Module:
+        """One chunk; ``pg_collection`` is Megatron's, and ``config``, which the builder has already, is not read."""
+        return _hooked(self._builder.build_model(pg_collection, pre_process, post_process, vp_stage), self._hooks)
+
+
+def _hooked(model: torch.nn.Module, hooks: Sequence[Callable]) -> torch.nn.Module:
+    chunks = [model]
+    for hook in hooks:
+        chunks = hook(chunks)
+    return chunks[0]

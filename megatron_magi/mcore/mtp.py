@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_magi.comm.roll import roll
 from megatron_magi.mcore import seams
-from megatron_magi.mcore.carrier import MagiSeqParams
+from megatron_magi.mcore.carrier import MagiSeqParams, find_carrier
 
 _ROLL = "core.transformer.multi_token_prediction:roll_tensor"
 _LOSS = "core.models.gpt.gpt_model:process_mtp_loss"
@@ -52,7 +52,8 @@ def process_mtp_loss(
     Raises:
         ValueError: there is a carrier and no loss mask or group.
     """
-    if not isinstance(packed_seq_params, MagiSeqParams):
+    params = find_carrier(packed_seq_params)
+    if params is None:
         kwargs |= {"loss_mask": loss_mask, "cp_group": cp_group, "packed_seq_params": packed_seq_params}
         return seams.original(_LOSS)(config=config, **kwargs)
     if loss_mask is None or cp_group is None:
@@ -61,7 +62,7 @@ def process_mtp_loss(
     if config.calculate_per_token_loss:
         config = copy.copy(config)
         config.calculate_per_token_loss = False
-        config.mtp_loss_scaling_factor *= _mean_count(loss_mask, cp_group, packed_seq_params, **kwargs)
+        config.mtp_loss_scaling_factor *= _mean_count(loss_mask, cp_group, params, **kwargs)
     return seams.original(_LOSS)(
         config=config,
         loss_mask=loss_mask * cp_size,
@@ -116,15 +117,16 @@ def roll_tensor(
     """
     if tensor is None:
         return None, None
-    if not isinstance(packed_seq_params, MagiSeqParams):
+    params = find_carrier(packed_seq_params)
+    if params is None:
         return seams.original(_ROLL)(tensor, shifts, dims, cp_group, packed_seq_params, **options)
     if shifts != -1 or dims not in (-1, tensor.dim() - 1):
         raise ValueError(f"shifts, dims: expected -1 and the last dimension, got {shifts} and {dims}")
     if tensor.dtype == torch.bool:
         return tensor, tensor.sum() if options.get("return_sum", True) else None
-    layout = packed_seq_params.layout
+    layout = params.layout
     rows = tensor.reshape(-1)
-    rolled = roll(rows, packed_seq_params.plans.successors(rows.device), cp_group)
+    rolled = roll(rows, params.plans.successors(rows.device), cp_group)
     rolled = torch.where(layout.roll_keeps, rolled, torch.zeros_like(rolled)).view_as(tensor)
     if not options.get("return_sum", True):
         return rolled, None

@@ -21,11 +21,13 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.microbatch import Microbatch, document_bounds, sequence_bounds
 from megatron_magi.mask.source import LayerMasks, MaskSource
+from megatron_magi.mcore.layout import dispatch_in
+from megatron_magi.mcore.token_order import bounds_of_documents, positions_of_rows
 from megatron_magi.plan import Dispatch, PlanSet, PlanStats, RankPlan, make_plan
 
 SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
 """Fields of a microbatch that are dispatched, ``[batch_size, seqlen]``."""
-_BOUNDS = ("cu_seqlens_padded", "cu_seqlens")
+BOUNDS = ("cu_seqlens_padded", "cu_seqlens")
 """Fields with bounds of documents; the first that there is counts."""
 FAILED = (1 << 63) - 1
 """Compared in place of a fingerprint by a rank that could not plan."""
@@ -40,7 +42,9 @@ class PlannedBatch:
     Attributes:
         prepared: plans by the text of their masks. Its arrays are this rank's rows of `SEQUENCES`, ``[num_rows]``;
             ``positions`` and ``roll_keeps`` of `ShardLayout`; ``padding``, bool, where a rank has some; ``documents``,
-            their bounds in the whole microbatch, where they confine attention; ``roll0`` and on, see `roll`.
+            their bounds in the whole microbatch, where they confine attention; ``order_bounds`` and, where rows are
+            not in order, ``order_positions`` of `TokenOrder`, where linear layers need it; ``roll0`` and on, see
+            `roll`.
         dispatch: the distribution of tokens that all plans share.
         stats: of the plan that decided it.
         fingerprint: 63 bits that ranks compare; below `FAILED`.
@@ -91,6 +95,8 @@ class Planner:
         seq_length: tokens a sequence in Megatron's tensors, all ranks together, if that is fixed.
         rolls: rows will be shifted by one token, as in multi-token prediction.
         compares: ranks compare what they read; without it the fingerprint is of the plans alone.
+        has_linear_layers: layers run through the tokens of documents in their order.
+        layout: of the tokens, ``zigzag`` or ``contiguous``; the planner's own when None.
     """
 
     config: MagiConfig
@@ -103,6 +109,8 @@ class Planner:
     seq_length: int | None = None
     rolls: bool = False
     compares: bool = True
+    has_linear_layers: bool = False
+    layout: str | None = None
     _last: list[_PlannedMasks] = field(default_factory=list, repr=False)  # the one made last, or none
 
     def __call__(self, fields: Fields, *, needs_backward: bool = True) -> PlannedBatch:
@@ -121,7 +129,7 @@ class Planner:
         rows = torch.from_numpy(index)
         arrays = {name: dispatch(fields[name].reshape(-1), rows).numpy() for name in SEQUENCES}
         # Rotary positions and rolling follow stock: they know no documents by eod.
-        has_bounds = any(name in fields for name in _BOUNDS)
+        has_bounds = any(name in fields for name in BOUNDS)
         segments = microbatch.cu_seqlens if has_bounds else sequence_bounds(*shape)
         arrays["positions"], arrays["roll_keeps"] = _layout(index, segments)
         num_positions = shape[1]
@@ -133,6 +141,8 @@ class Planner:
             arrays["padding"] = index >= dispatched.total_seqlen
         if has_bounds or self.eod is not None:
             arrays["documents"] = microbatch.cu_seqlens
+        if self.has_linear_layers:
+            arrays |= _order_arrays(microbatch, dispatched)
         arrays |= {f"roll{i}": table for i, table in enumerate(made.roll_tables)}
         return PlannedBatch(
             made.prepared.batch(arrays),
@@ -165,7 +175,11 @@ class Planner:
         return self._last[0]
 
     def _make_plans(self, masks: dict[MaskSource, AttnMask], key: tuple[tuple[AttnMask, ...], bool]) -> _PlannedMasks:
-        plans = PlanSet(masks.__getitem__, masks, self.config, self.cp_rank, self.cp_size)
+        given = None
+        if self.layout is not None:
+            total = next(iter(masks.values())).total_seqlen_q
+            given = dispatch_in(self.layout, total, self.cp_size, self.config.dispatch)
+        plans = PlanSet(masks.__getitem__, masks, self.config, self.cp_rank, self.cp_size, given)
         of_layers = {source.text: plans.of(source) for source in masks}
         prepared = prepare_plans(of_layers, self.shape, self.config, needs_backward=key[1])
         roll, tables = None, []
@@ -173,6 +187,10 @@ class Planner:
             indices = plans.dispatch.global_indices()
             roll, tables = make_roll_args(indices, -1, plans.dispatch.total_seqlen, self.cp_rank).tables()
         return _PlannedMasks(key, prepared, plans.dispatch, plans.plan.stats(), plans.fingerprint, roll, tables)
+
+    def order_arrays(self, fields: Fields, dispatch: Dispatch) -> dict[str, np.ndarray]:
+        """Arrays of a microbatch's `TokenOrder`; none where each sequence is a document and whole on this rank."""
+        return _order_arrays(self._microbatch(fields), dispatch)
 
     def _check_length(self, fields: Fields, dispatched: Dispatch) -> None:
         batch_size, seqlen = fields["tokens"].shape
@@ -205,7 +223,7 @@ class Planner:
                 raise ValueError(f"{name}: expected shape {list(tokens.shape)}, got {list(fields[name].shape)}")
         if self.own_positions and fields["position_ids"].min() < 0:
             raise ValueError(f"position_ids: must not be negative, got {int(fields['position_ids'].min())}")
-        bounds = next((fields[name] for name in _BOUNDS if name in fields), None)
+        bounds = next((fields[name] for name in BOUNDS if name in fields), None)
         return Microbatch(tokens, document_bounds(tokens, bounds, self.eod), fields)
 
     def _fingerprint(self, fields: Fields, of_plans: int) -> int:
@@ -214,6 +232,15 @@ class Planner:
         # Reading 8 bytes a token takes its time, and position ids follow from tokens otherwise.
         names = SEQUENCES if self.own_positions else SEQUENCES[:-1]
         return (of_plans ^ (checksum(fields, names) << 31)) % FAILED
+
+
+def _order_arrays(microbatch: Microbatch, dispatch: Dispatch) -> dict[str, np.ndarray]:
+    documents, sequences = microbatch.cu_seqlens, sequence_bounds(microbatch.batch_size, microbatch.seqlen)
+    if dispatch.cp_size == 1 and np.array_equal(documents, sequences):
+        return {}
+    arrays = {"order_bounds": bounds_of_documents(documents, dispatch.padded_seqlen)}
+    positions = positions_of_rows(dispatch, microbatch.batch_size)
+    return arrays if positions is None else {**arrays, "order_positions": positions}
 
 
 def _check_sequences(x: Any, name: str) -> None:

@@ -14,8 +14,8 @@ How a target is touched:
 - ``relied on``: called, or called by Megatron, with exactly these arguments;
 - ``exchanged in specs``: the class is taken out of layer specs, and ours put in.
 
-Refused, whatever the version says (`validate`): attention in FP8, FP4, CUDA graphs of layers with attention, Mamba
-layers under context parallelism, `--yaml-cfg`, `--hybrid-context-parallel` and the rest of docs/megatron_refused.md.
+Refused, whatever the version says (`validate`): attention in FP8, FP4, CUDA graphs of layers with attention,
+`--yaml-cfg`, `--hybrid-context-parallel` and the rest of docs/megatron_refused.md.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ SEAMS = (
          "keeps a copy for replays", fragment="self.saved_microbatches.append(n)", until="0.19"),
     Seam(f"{_TRAINING}:get_forward_backward_func", "wrapped", (), "trainer", "schedules get the padded length"),
     Seam(f"{_TRAINING}:FullCudaGraphWrapper", "wrapped", ("forward_backward_func", "cuda_graph_warmup_steps",
-         "use_single_mempool"), "graphs", "captured iterations with plans that stay"),
+         "use_single_mempool"), "cuda_graph", "captured iterations with plans that stay"),
     Seam(f"{_TRAINING}:dummy_train_step", "replaced", ("data_iterator",), "trainer", "every rank reads the data"),
     Seam(f"{_TRAINING}:training_log", "wrapped", ("loss_dict", "iteration", "skipped_iter", "grad_norm",
          "max_attention_logit"), "loss_log", "exact losses"),
@@ -163,6 +163,22 @@ SEAMS = (
     Seam("core.transformer.utils:make_sharded_tensors_for_checkpoint", "relied on", ("state_dict", "prefix",
          "tensor_parallel_layers_axis_map", "sharded_offsets", "tp_group", "dp_cp_group"), "core_attention",
          "sinks under Megatron's keys"),
+    # Linear layers
+    Seam("core.ssm.mamba_mixer:MambaMixer.forward", "exchanged in specs", ("hidden_states", "inference_context",
+         "packed_seq_params"), "linear_layers", "called with these"),
+    Seam("core.ssm.mamba_mixer:MambaMixer._ssm_training", "relied on", ("zxBCdt", "packed_seq_params"), "linear_layers",
+         "begins a new state for each document", fragment="seq_idx = packed_seq_params.seq_idx"),
+    Seam("core.ssm.mamba_context_parallel:_undo_attention_load_balancing", "wrapped", ("input_", "cp_size",
+         "packed_seq_params"), "linear_layers", "any layout into the order of the sequence"),
+    Seam("core.ssm.mamba_context_parallel:_redo_attention_load_balancing", "wrapped", ("input_", "cp_size",
+         "packed_seq_params"), "linear_layers", "and back"),
+    Seam("core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward", "exchanged in specs", ("hidden_states",
+         "attention_mask", "packed_seq_params"), "linear_layers", "called with these",
+         fragment="cu_seqlens=cu_seqlens_q", since="0.19"),
+    Seam("core.ssm.gated_delta_net.common:_GDNBase._resolve_cu_seqlens", "subclassed", ("cu_seqlens_padded",
+         "cu_seqlens_actual"), "linear_layers", "documents of any length", since="0.19"),
+    Seam("core.ssm.gated_delta_net.gdn:_build_thd_cp_a2a_perm", "wrapped", ("cu_seqlens", "cp_size", "t_global"),
+         "linear_layers", "any layout into the order of the sequence, and back", since="0.19"),
     # Defects of the wheel
     Seam("core.datasets.utils:compile_helpers", "repaired", (), "wheel_repairs", "the wheel has no Makefile",
          fragment='["make", "-C"'),
@@ -230,6 +246,8 @@ PARAMETERS = (
     # Sequences of a length are told apart by it where documents are packed, which these releases' loaders do not do.
     Parameter("core.packed_seq_params:PackedSeqParams", "tokens_per_sample", default=...),
     Parameter(f"{_TRAINING}:pretrain", "model_provider", default=...),
+    # Latent attention in hybrid models, for which these releases' patterns have no letter.
+    Parameter(f"{_HYBRID}.hybrid_block:HybridStackSubmodules", "mla_layer", default=...),
 )
 
 OPTIONS: dict[str, Any] = {

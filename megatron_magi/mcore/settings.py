@@ -15,7 +15,8 @@ from megatron_magi.envs import Environment
 from megatron_magi.mask.builders import causal
 from megatron_magi.mask.source import LayerMasks, MaskSource, load_function
 from megatron_magi.mcore.core_attention import layer_window
-from megatron_magi.mcore.hybrid_pattern import attention_layers
+from megatron_magi.mcore.hybrid_pattern import attention_layers, linear_layers
+from megatron_magi.mcore.layout import dispatch_in, layout_of
 from megatron_magi.mcore.validate import check_config, check_masks
 from megatron_magi.plan import make_dispatch
 
@@ -36,7 +37,8 @@ def magi_config(args: Namespace, default: MagiConfig) -> MagiConfig:
         default: what holds where the command line says nothing.
 
     Raises:
-        ValueError: ``default`` asks for uneven shards, or for sums of gradients that are summed already.
+        ValueError: ``default`` asks for uneven shards, for sums of gradients that are summed already, or for queries
+            that travel in captured graphs.
     """
     check_config(args, default)
     tp_size = args.tensor_model_parallel_size
@@ -91,7 +93,9 @@ def _dispatch_config(args: Namespace, default: DispatchConfig) -> DispatchConfig
     if args.fp8 is not None:
         per_sequence *= 32 if args.fp8_recipe == "mxfp8" else 16
     chunk_size = default.chunk_size if args.magi_chunk_size is None else args.magi_chunk_size
-    return replace(default, alignment=args.micro_batch_size * per_sequence, chunk_size=chunk_size)
+    # Captured queries do not travel.
+    queries = "home" if captures(args) and default.queries == "auto" else default.queries
+    return replace(default, alignment=args.micro_batch_size * per_sequence, chunk_size=chunk_size, queries=queries)
 
 
 def buffer_length(args: Namespace, num_sequences: int | None = None) -> int:
@@ -117,12 +121,15 @@ def padded_seq_length(args: Namespace, config: DispatchConfig, num_sequences: in
     num_sequences = args.micro_batch_size if num_sequences is None else num_sequences
     chunk_size = "chunk_size" if args.magi_chunk_size is None else "magi_chunk_size"
     with renamed("chunk_size", chunk_size):
-        return _padded_length(args.seq_length * num_sequences, config, args.context_parallel_size) // num_sequences
+        total, cp_size = args.seq_length * num_sequences, args.context_parallel_size
+        return _padded_length(total, config, cp_size, layout_of(args)) // num_sequences
 
 
 @lru_cache(maxsize=8)
-def _padded_length(total: int, config: DispatchConfig, cp_size: int) -> int:
+def _padded_length(total: int, config: DispatchConfig, cp_size: int, layout: str | None) -> int:
     """The padded length of so many tokens; cached, as every step asks for it."""
+    if layout is not None:
+        return dispatch_in(layout, total, cp_size, config).padded_seqlen
     return make_dispatch(causal(total), replace(config, algorithm="sequential"), cp_size).padded_seqlen
 
 
@@ -144,7 +151,10 @@ def summary(args: Namespace, *, by: str | None) -> str:
     if args.magi_layer_masks is not None:
         mask += f"; layers as {args.magi_layer_masks} says"
     by = by or "torch (correct, but slow)"
-    return f"> attention by megatron_magi: {by}, context parallelism {args.context_parallel_size}, mask: {mask}"
+    if linear_layers(args):
+        mask += "; linear layers run through documents"
+    lie = "" if layout_of(args) is None else f", layout {layout_of(args)}"
+    return f"> attention by megatron_magi: {by}, context parallelism {args.context_parallel_size}{lie}, mask: {mask}"
 
 
 def layer_masks(args: Namespace) -> LayerMasks:

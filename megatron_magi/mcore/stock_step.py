@@ -21,6 +21,7 @@ from megatron.core.utils import (
 from megatron.training import get_args
 
 from megatron_magi.mcore import seams
+from megatron_magi.mcore.hybrid_pattern import linear_layers
 from megatron_magi.mcore.loss import make_distillation_loss, microbatch_loss
 from megatron_magi.mcore.step import count_documents, load_batch, run_model
 from megatron_magi.runtime.upload import current_device
@@ -123,6 +124,7 @@ def _packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
     # Megatron's kernels go by the padded bounds where there are any.
     bounds = (batch["cu_seqlens"] if padded is None else padded)[0]
     max_seqlen = int(batch["max_seqlen"].max())
+    has_mamba = "M" in linear_layers(get_args())
     fields = seams.named(
         "core.packed_seq_params:PackedSeqParams",
         qkv_format="thd",
@@ -135,6 +137,8 @@ def _packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
         cp_group=batch["hybrid_cp_group"],
         local_cp_size=None if batch["local_cp_size"] is None else int(batch["local_cp_size"]),
         tokens_per_sample=get_args().seq_length,
+        # Of these Mamba's documents are made; without, its state runs on from each into the next.
+        total_tokens=int(bounds[-1]) if has_mamba else None,
     )
     return PackedSeqParams(**fields)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_magi.mcore import seams
+from megatron_magi.mcore.sample_packing import is_asked_for
 from megatron_magi.mcore.settings import buffer_length, is_magi
 
 _SCHEDULE, _SKIP = "training.training:get_forward_backward_func", "training.training:dummy_train_step"
@@ -31,7 +32,11 @@ def install() -> None:
     @functools.wraps(stock_schedule)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable:
         schedule = stock_schedule(*args, **kwargs)
-        return _with_length(schedule, buffer_length(get_args())) if is_magi() else schedule
+        if not is_magi():
+            return schedule
+        if is_asked_for(get_args()):
+            return _packed(schedule)
+        return _with_length(schedule, buffer_length(get_args()))
 
     @functools.wraps(stock_skip)
     def dummy_train_step(data_iterator: Any) -> None:
@@ -52,6 +57,16 @@ def _skip_step(data_iterator: Any) -> None:
         for iterator in iterators:
             for _ in range(get_num_microbatches()):
                 next(iterator)
+
+
+def _packed(schedule: Callable) -> Callable:
+    """Stages tell each other the length of each microbatch."""
+
+    @functools.wraps(schedule)
+    def run(*, forward_step_func: Any, **kwargs: Any) -> Any:
+        return forward_step_func.packing(schedule)(forward_step_func=forward_step_func, **kwargs)
+
+    return run
 
 
 def _with_length(schedule: Callable, length: int) -> Callable:

@@ -19,6 +19,7 @@ from megatron_magi.mcore.forward_step import MagiForwardStep, make_dispatcher
 from megatron_magi.mcore.loss import averages_reports, mean_report
 from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import SEQUENCES
+from megatron_magi.mcore.sample_packing import is_asked_for
 from megatron_magi.mcore.settings import buffer_length, is_magi
 from megatron_magi.mcore.stock_step import StockForwardStep
 
@@ -133,6 +134,11 @@ def _install_pretrain() -> None:
         if not isinstance(forward_step, (MagiForwardStep, StockForwardStep)):
             log = make_loss_log(getattr(get_args(), "magi_loss_log", None))
             if is_magi():
+                if is_asked_for(get_args()):
+                    raise ValueError(
+                        "sequence_packing_scheduler: not supported with a forward step of your own; "
+                        "pretrain_scripts/pretrain_gpt.py has it"
+                    )
                 forward_step = UserForwardStep(forward_step, lambda: make_dispatcher(get_args()), log)
                 provider = _preparing(given.arguments[_DATA], forward_step.prepare)
                 given.arguments.update({_STEP: forward_step, _DATA: provider})

@@ -13,6 +13,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.mask.source import MaskSource
 from megatron_magi.mcore import hybrid_pattern
 from megatron_magi.mcore.argv import FLAG
+from megatron_magi.mcore.sample_packing import is_asked_for
 from megatron_magi.plan.nodes import nodes_in_use
 
 _ROUTER = "moe_router", "moe_preprocess"
@@ -56,9 +57,16 @@ def check_unused(args: Namespace) -> None:
     Raises:
         ValueError: there is one.
     """
-    for name in ("magi_mask", "magi_layer_masks", "magi_chunk_size", "magi_overlap_degree"):
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    own = ["magi_mask", "magi_layer_masks", "magi_chunk_size", "magi_overlap_degree"]
+    if not hasattr(ModelParallelConfig, "sequence_packing_scheduler"):
+        own.append("sequence_packing_scheduler")
+    for name in own:
         if getattr(args, name, None) is not None:  # arguments from a YAML file do not have it
             raise ValueError(f"{name}: needs --attention-backend magi")
+    if getattr(args, "magi_layout", "auto") != "auto":
+        raise ValueError("magi_layout: needs --attention-backend magi")
 
 
 def settle_arguments(args: Namespace) -> list[str]:
@@ -180,6 +188,34 @@ def check_padding(args: Namespace, seq_length: int) -> None:
         _check_padded_experts(args, advice)
 
 
+def check_packing(args: Namespace) -> None:
+    """Refuses what does not go with microbatches of packed samples, which differ in number and length.
+
+    Args:
+        args: a validated command line that asks for them.
+
+    Raises:
+        ValueError: there is something.
+    """
+    name = "sequence_packing_scheduler"
+    if args.sequence_packing_scheduler != "dp_balanced":
+        raise ValueError(f"{name}: only dp_balanced is supported, got {args.sequence_packing_scheduler}")
+    if args.micro_batch_size != 1:
+        raise ValueError(f"{name}: reads sample by sample; give --micro-batch-size 1")
+    if not args.calculate_per_token_loss:
+        raise ValueError(f"{name}: microbatches have different numbers of tokens; give --calculate-per-token-loss")
+    if args.reset_attention_mask:
+        raise ValueError(f"{name}: samples are documents, or have bounds of theirs; drop --reset-attention-mask")
+    if args.cuda_graph_impl != "none":
+        raise ValueError(f"{name}: CUDA graphs have microbatches of one length; drop --cuda-graph-impl")
+    if args.tp_comm_overlap:
+        raise ValueError("tp_comm_overlap: its buffers are of one length, packed microbatches are not")
+    if args.num_experts:
+        if args.moe_token_dispatcher_type == "allgather":
+            raise ValueError(f"moe_token_dispatcher_type: allgather expects one length, {name} has many; give alltoall")
+        _check_padded_experts(args, f"microbatches of --{name.replace('_', '-')} are padded")
+
+
 def check_layout(args: Namespace) -> None:
     """Refuses multi-token prediction in a later model chunk of the first pipeline stage.
 
@@ -214,7 +250,8 @@ def check_config(args: Namespace, default: MagiConfig) -> None:
         default: what holds where the command line says nothing.
 
     Raises:
-        ValueError: it asks for uneven shards, or for sums of gradients that are summed already.
+        ValueError: it asks for uneven shards, for sums of gradients that are summed already, or for queries that travel
+            in captured iterations.
     """
     if default.comm.dsink_all_reduce == "sum" and args.softmax_type == "learnable" and args.context_parallel_size > 1:
         raise ValueError(
@@ -223,6 +260,9 @@ def check_config(args: Namespace, default: MagiConfig) -> None:
         )
     if default.dispatch.uneven_shard:
         raise ValueError("uneven_shard: Megatron's pipeline stages exchange tensors of one shape; drop it")
+    is_captured = args.context_parallel_size > 1 and getattr(args, "cuda_graph_impl", "none") == "full_iteration"
+    if is_captured and default.dispatch.queries == "travel":
+        raise ValueError("dispatch.queries: 'travel' (MAGI_ATTENTION_QO_COMM=1) does not go with captured iterations")
 
 
 def check_masks(
@@ -251,10 +291,20 @@ def check_masks(
             f"{args.window_size[0]},0, or name sliding_window with its right side by --magi-layer-masks"
         )
     names = {source.text for source in (default, *layers)}
+    if is_asked_for(args) and (found := names & {"causal", "prefix_tree"}):
+        raise ValueError(
+            f"magi_mask: {found.pop()} knows no bounds of samples that --sequence-packing-scheduler packs; name a mask "
+            "inside documents"
+        )
     if args.mtp_num_layers and "prefix_tree" in names:
         raise ValueError(
             "mtp_num_layers: multi-token prediction takes the next row for the next token, which in a prefix_tree "
             "may be another sample's"
+        )
+    if hybrid_pattern.linear_layers(args) and "prefix_tree" in names:
+        raise ValueError(
+            "magi_mask: in a prefix_tree the samples branch off a shared prefix, and linear layers (M, G) have one "
+            "state, which runs from each sample into the next; give each sample its own prefix, as a document"
         )
 
 
@@ -292,6 +342,8 @@ def _check_own(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None:
             int_at_least(value, name, least)
+    if args.magi_layout in ("zigzag", "contiguous") and args.magi_chunk_size is not None:
+        raise ValueError(f"magi_chunk_size: the layout {args.magi_layout} has no chunks; drop it or --magi-layout")
 
 
 def _check_attention(args: Namespace) -> None:
@@ -320,9 +372,7 @@ def _check_precision(args: Namespace) -> None:
 def _check_layers(args: Namespace) -> None:
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern"):
         hybrid_pattern.check(getattr(args, name, None), name)
-    variant = getattr(args, "experimental_attention_variant", None)
-    if variant is not None:
-        raise ValueError(f"experimental_attention_variant: {variant!r} does not work with --attention-backend magi")
+    hybrid_pattern.check_variant(getattr(args, "experimental_attention_variant", None))
     balancing = args.moe_router_load_balancing_type
     names = balancing if isinstance(balancing, list) else [balancing]
     if args.num_experts and "seq_aux_loss" in names and args.micro_batch_size and args.micro_batch_size > 1:
@@ -333,6 +383,8 @@ def _check_layers(args: Namespace) -> None:
 
 
 def _check_schedule(args: Namespace) -> None:
+    if args.overlap_moe_expert_parallel_comm and hybrid_pattern.is_hybrid(args):
+        raise ValueError("overlap_moe_expert_parallel_comm: Megatron's hybrid models have no such schedule; drop it")
     if args.mtp_num_layers and args.overlap_moe_expert_parallel_comm:
         raise ValueError(
             "overlap_moe_expert_parallel_comm: Megatron runs multi-token prediction without the plan of the "
@@ -384,7 +436,7 @@ def _check_full_iteration(args: Namespace) -> None:
     unfit = {
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size > 1,
         "num_experts": args.num_experts,
-        "mtp_num_layers": args.mtp_num_layers,
+        "mtp_num_layers": args.mtp_num_layers or hybrid_pattern.predicts(args),
         "qk_clip": args.qk_clip,
         "log_max_attention_logit": args.log_max_attention_logit,
         "check_for_spiky_loss": args.check_for_spiky_loss,

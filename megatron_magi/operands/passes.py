@@ -34,11 +34,13 @@ class ForwardOutput(NamedTuple):
     Attributes:
         out, lse: the result.
         accumulate: both hold a result over other keys, into which this one is merged; else they are overwritten.
+        max_logits: ``[num_heads_q]`` of -inf, for the largest visible logit of each head; None if it is not wanted.
     """
 
     out: Like
     lse: Like
     accumulate: bool = False
+    max_logits: Like | None = None
 
 
 class BackwardInputs(NamedTuple):

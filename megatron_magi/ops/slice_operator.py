@@ -72,7 +72,7 @@ def _backward_operator(
     bands, options = _checked(q, k, v, sink, mask, softmax_scale, softcap, deterministic, sm_margin, sanity_check)
     if sanity_check:
         require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(bands))
-    program = program_of(q, k, v, sink, bands, options, impl)
+    program = program_of(q, k, v, bands, options, impl)
     *grads, dsink = attend_back(dout, (q, k, v), sink, out, lse, bands, options, impl, program)
     return *grads, lse.new_empty(0) if dsink is None else dsink
 

@@ -154,9 +154,10 @@ def forward_pass(
     if sink is not None:
         check_sink(sink, q)
         sink = sink_lse(sink, dtype)
-    inputs, output = ForwardInputs(q, k, v, sink), ForwardOutput(out, lse, into is not None)
+    max_logits = q.new_full((q.shape[1],), -torch.inf, dtype=dtype) if return_max_logits else None
+    inputs, output = ForwardInputs(q, k, v, sink), ForwardOutput(out, lse, into is not None, max_logits)
     with _no_autocast(q):
-        max_logits = backend.forward(inputs, bands, options, output, return_max_logits=return_max_logits, **hints)
+        backend.forward(inputs, bands, options, output, **hints)
     return out, lse, max_logits
 
 
@@ -178,14 +179,13 @@ def program_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sink: Tensor | None,
     bands: np.ndarray,
     options: AttnOptions,
     impl: str,
 ) -> Program | None:
     """The prepared passes for a backward without those of its forward, if the backend has them."""
     programs = resolve_impl(impl, q, v, options, (bands,)).programs
-    return None if programs is None else programs.of_tensors(q, k, v, sink, bands, options, False)
+    return None if programs is None else programs.of_tensors(q, k, v, bands, options)
 
 
 def attend(
@@ -201,7 +201,7 @@ def attend(
     """`forward_pass` of a whole mask: output, lse and largest logits, and the prepared passes if there are any."""
     backend = resolve_impl(impl, q, v, options, (bands,))
     if backend.programs is not None:
-        program = backend.programs.of_tensors(q, k, v, sink, bands, options, return_max_logits)
+        program = backend.programs.of_tensors(q, k, v, bands, options)
         if program is not None:
             return program.forward(q, k, v, sink, options, return_max_logits), program
     return forward_pass((q, k, v), bands, options, backend, sink, return_max_logits), None

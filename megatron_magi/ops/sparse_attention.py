@@ -20,6 +20,7 @@ from megatron_magi.operands.finite import require_finite
 from megatron_magi.operands.merge import accumulate_dtype, sink_gradient, sink_lse
 from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.operands.options import check_qkv, check_sink, make_options
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern, block_pattern, check_numbers, index_pattern
 from megatron_magi.ops.derivatives import refuse_second, refuse_tangents
 from megatron_magi.ops.slice_passes import row_delta
@@ -192,10 +193,9 @@ def _forward_operator(
         require_finite({"q": q, "k": k, "v": v, "sink": sink}, _describe)
     scale = make_options(q, softmax_scale, 0.0, deterministic, 0).softmax_scale  # compiled functions check it here
     with torch.autocast(q.device.type, enabled=False):
-        out, lse, max_logits = _kernels(impl, q, v).forward(
-            q, k, v, SparsePattern(tuple(pattern), q_block, k_block, causal), scale,
-            sink_lse=None if sink is None else sink_lse(sink, dtype), return_max_logits=return_max_logits,
-        )  # fmt: skip
+        inputs = ForwardInputs(q, k, v, None if sink is None else sink_lse(sink, dtype))
+        pattern = SparsePattern(tuple(pattern), q_block, k_block, causal)
+        out, lse, max_logits = _kernels(impl, q, v).forward(inputs, pattern, scale, return_max_logits)
     # Compiled graphs rely on the strides that the operators' fakes have.
     return out.contiguous(), lse, lse.new_empty(0) if max_logits is None else max_logits
 
@@ -222,10 +222,9 @@ def _backward_operator(
     deterministic = make_options(q, softmax_scale, 0.0, deterministic, 0).deterministic
     with torch.autocast(q.device.type, enabled=False):
         delta = row_delta(dout, out, "torch" if impl == "reference" else "auto")
-        dq, dk, dv = _kernels(impl, q, v).backward(
-            (q, k, v, dout), lse, delta, SparsePattern(tuple(pattern), q_block, k_block, causal), softmax_scale,
-            deterministic,
-        )  # fmt: skip
+        inputs = BackwardInputs(q, k, v, dout, lse, delta)
+        pattern = SparsePattern(tuple(pattern), q_block, k_block, causal)
+        dq, dk, dv = _kernels(impl, q, v).backward(inputs, pattern, softmax_scale, deterministic)
     dq, dk, dv = (grad.contiguous() for grad in (dq, dk, dv))
     return dq, dk, dv, lse.new_empty(0) if sink is None else sink_gradient(sink, lse, delta).contiguous()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_magi.mask import AttnMask
-from megatron_magi.plan import native
+from megatron_magi.plan import cpp_solver
 from megatron_magi.plan.swaps import Shards, gather, repair, sum_by_rank
 from megatron_magi.plan.traffic import Holdings, Start, Traffic
 
@@ -24,7 +24,7 @@ def affinity(
     balanced: np.ndarray,
     tight: int,
     limits: list[int],
-    use_native: bool,
+    use_cpp: bool,
 ) -> np.ndarray:
     """For each limit the dispatch that moves the fewest keys among those found whose largest load is within it.
 
@@ -34,7 +34,7 @@ def affinity(
     Args:
         balanced: a dispatch within ``tight``, which gives the number of chunks of each rank.
         tight: load at which balance is good enough, at most any limit.
-        use_native: search in C++.
+        use_cpp: search in C++.
 
     Returns:
         int64 ``[num_limits, num_chunks]``.
@@ -42,7 +42,7 @@ def affinity(
     capacity = np.bincount(balanced)
     starts = _starts(area, capacity, tight, max(limits))
     targets = [tight * rung // _RUNGS[-1] for rung in _RUNGS]
-    run = native.search if use_native else search
+    run = cpp_solver.search if use_cpp else search
     return run(Traffic(mask, bounds, len(capacity)), area, balanced, starts, targets, limits)
 
 

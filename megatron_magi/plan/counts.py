@@ -42,18 +42,29 @@ class Counts(NamedTuple):
     sent: np.ndarray
 
 
-def count(mask: AttnMask, bounds: np.ndarray, rank: np.ndarray, cp_size: int, ranks_per_node: int) -> Counts:
+def count(
+    mask: AttnMask,
+    bounds: np.ndarray,
+    rank: np.ndarray,
+    cp_size: int,
+    ranks_per_node: int,
+    host: np.ndarray | None = None,
+) -> Counts:
     """Counts the work and the traffic of a dispatch without making its plan.
 
     Args:
         bounds: of the chunks, int64 ``[num_chunks + 1]``.
         rank: of each chunk, int64 ``[num_chunks]``.
         ranks_per_node: number of consecutive ranks that share a node.
+        host: rank that computes the queries of each chunk, int64 ``[num_chunks]``; ``rank`` when None. The traffic is
+            that of keys.
     """
     runs = Runs.of_chunks(bounds, rank)
-    pieces, run = bd.cut_rows(mask.bands, runs.bounds)
+    host = rank if host is None else host
+    first = np.flatnonzero((np.diff(rank, prepend=-1) != 0) | (np.diff(host, prepend=-1) != 0))
+    pieces, run = bd.cut_rows(mask.bands, np.append(bounds[first], bounds[-1]))
     pieces, index = bd.tighten_with_index(pieces)
-    dst = runs.rank[run[index]]
+    dst = host[first[run[index]]]
     own, fetched = _spans(pieces, dst, runs)
     counts = np.zeros((7, 2, cp_size), dtype=np.int64)
     for place, (spans, area, keys) in enumerate((own, fetched)):
@@ -61,11 +72,41 @@ def count(mask: AttnMask, bounds: np.ndarray, rank: np.ndarray, cp_size: int, ra
     return Counts(*counts, *_count_travel(pieces, dst, runs, cp_size, ranks_per_node))
 
 
-def count_all(mask: AttnMask, bounds: np.ndarray, ranks: np.ndarray, cp_size: int, ranks_per_node: int) -> Counts:
-    """`count` of several dispatches, int64 ``[num_dispatches, 2, cp_size]`` each; ``ranks``: int64 ``[num_dispatches,
-    num_chunks]``.
+def count_all(
+    mask: AttnMask,
+    bounds: np.ndarray,
+    ranks: np.ndarray,
+    cp_size: int,
+    ranks_per_node: int,
+    hosts: np.ndarray | None = None,
+) -> Counts:
+    """`count` of several dispatches, int64 ``[num_dispatches, 2, cp_size]`` each; ``ranks`` and ``hosts``: int64
+    ``[num_dispatches, num_chunks]``.
     """
-    return Counts(*np.stack([count(mask, bounds, rank, cp_size, ranks_per_node) for rank in ranks], axis=1))
+    pairs = zip(ranks, ranks if hosts is None else hosts, strict=True)
+    counted = [count(mask, bounds, rank, cp_size, ranks_per_node, host) for rank, host in pairs]
+    return Counts(*np.stack(counted, axis=1))
+
+
+def count_moves(
+    bounds: np.ndarray, home: np.ndarray, hosts: np.ndarray, cp_size: int, ranks_per_node: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of queries that ranks receive to compute them for others, and that they send: inside a node, and between
+    nodes; int64 ``[num_dispatches, 2, cp_size]`` each.
+
+    Args:
+        bounds: of the chunks, int64 ``[num_chunks + 1]``.
+        home: rank that holds each, int64 ``[num_chunks]``.
+        hosts: rank that computes each, int64 ``[num_dispatches, num_chunks]``.
+        ranks_per_node: number of consecutive ranks that share a node.
+    """
+    received, sent = (np.zeros((len(hosts), 2, cp_size), dtype=np.int64) for _ in range(2))
+    which, chunk = np.nonzero(hosts != home)
+    to, of, rows = hosts[which, chunk], home[chunk], np.diff(bounds)[chunk]
+    is_far = (to // ranks_per_node != of // ranks_per_node).astype(np.int64)
+    np.add.at(received, (which, is_far, to), rows)
+    np.add.at(sent, (which, is_far, of), rows)
+    return received, sent
 
 
 def _spans(pieces: np.ndarray, dst: np.ndarray, runs: Runs) -> tuple[tuple, tuple]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_magi.backends.costs import DEFAULT, kernel_costs_of
 from megatron_magi.config import CostModel, OverlapConfig
-from megatron_magi.rates import Rates
+from megatron_magi.cost_model import Rates
 
 BACKWARD_WORK = 2.5
 """Ratio of operations of the backward to those of the forward: five matrix products instead of two."""

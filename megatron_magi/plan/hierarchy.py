@@ -15,7 +15,7 @@ def two_levels(ranges: Ranges, runs: Runs, rank: int, num_ranks: int, ranks_per_
 
     Args:
         ranges: ranges that all ranks fetch.
-        runs: where they are; they cover the sequence.
+        runs: where they are; at least one.
         rank: this rank.
         num_ranks: ranks of the group, a multiple of ``ranks_per_node``.
     """

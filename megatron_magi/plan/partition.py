@@ -102,28 +102,35 @@ class Partition:
     Its size grows with the number of runs of the sequence, not with the pairs of ranks that exchange rows.
     """
 
-    runs: Runs
-    bands: np.ndarray  # tight, each inside one run's rows
-    band_run: np.ndarray
+    runs: Runs  # of keys
+    queries: Runs  # as ranks compute them: `runs` where all are computed by the ranks that hold them
+    bands: np.ndarray  # tight, each inside the rows of one run of queries
+    band_run: np.ndarray  # of queries
     remote: Ranges
     remote_rows: np.ndarray  # [cp_size]
 
 
-def partition(mask: AttnMask, dispatch: Dispatch) -> Partition:
+def partition(mask: AttnMask, dispatch: Dispatch, queries: Runs | None = None) -> Partition:
     """Assigns each rank its rows, and finds the keys that these rows need from other ranks.
 
-    A rank needs exactly the keys that at least one of its rows sees, and fetches those that it does not hold
-    once: the minimum for any schedule.
+    A rank needs exactly the keys that at least one of the rows that it computes sees, and fetches those that it does
+    not hold once: the minimum for any schedule.
+
+    Args:
+        mask: of the whole sequence.
+        dispatch: who holds the keys.
+        queries: runs of the sequence on the ranks that compute its queries; those of ``dispatch`` when None.
     """
     runs = Runs.of_chunks(dispatch.chunk_bounds, dispatch.chunk_rank, dispatch.chunk_row)
-    pieces, run = bd.cut_rows(mask.bands, runs.bounds)
+    queries = runs if queries is None else queries
+    pieces, run = bd.cut_rows(mask.bands, queries.bounds)
     pieces, index = bd.tighten_with_index(pieces)
     run = run[index]
-    dst, start, end = from_others(pieces[:, [bd.K0, bd.K1]], runs.rank[run], runs)
+    dst, start, end = from_others(pieces[:, [bd.K0, bd.K1]], queries.rank[run], runs)
     rows = sum_by_rank(dst, end - start, dispatch.cp_size)
     before = np.cumsum(rows) - rows
     place = np.cumsum(end - start) - (end - start) - before[dst]
-    return Partition(runs, pieces, run, Ranges(dst, start, end, place), rows)
+    return Partition(runs, queries, pieces, run, Ranges(dst, start, end, place), rows)
 
 
 def from_others(needed: np.ndarray, rank: np.ndarray, runs: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -149,7 +156,7 @@ def from_others(needed: np.ndarray, rank: np.ndarray, runs: Runs) -> tuple[np.nd
 
 def areas_by_place(part: Partition) -> tuple[np.ndarray, np.ndarray]:
     """Visible pairs of each rank's rows with its own keys, and with keys of others, int64 ``[cp_size]`` each."""
-    cp_size, rank = len(part.remote_rows), part.runs.rank[part.band_run]
+    cp_size, rank = len(part.remote_rows), part.queries.rank[part.band_run]
     start, end, lift = part.runs.by_rank()
     up = rank * lift
     i, j = bd.cut_intervals(part.bands[:, bd.K0] + up, part.bands[:, bd.K1] + up, start, end)
@@ -177,7 +184,7 @@ def split_stages(part: Partition, degree: int) -> tuple[Ranges, ...]:
 
 
 def localise(part: Partition, stages: tuple[Ranges, ...], rank: int) -> tuple[np.ndarray, ...]:
-    """Bands of one rank in local coordinates: rows of the shard times rows of the stage's keys.
+    """Bands of one rank in local coordinates: rows of the shard and guests times rows of the stage's keys.
 
     Returns:
         A table for each stage, that of stage 0 (own keys) first.
@@ -191,7 +198,7 @@ def localise(part: Partition, stages: tuple[Ranges, ...], rank: int) -> tuple[np
     order = np.argsort(start, kind="stable")
     start, end, place, stage = (array[order] for array in (start, end, place, stage))
 
-    mine = np.flatnonzero(part.runs.rank[part.band_run] == rank)
+    mine = np.flatnonzero(part.queries.rank[part.band_run] == rank)
     bands, run = part.bands[mine], part.band_run[mine]
     i, j = bd.cut_intervals(bands[:, bd.K0], bands[:, bd.K1], start, end)
     out = bands[i]
@@ -199,7 +206,7 @@ def localise(part: Partition, stages: tuple[Ranges, ...], rank: int) -> tuple[np
     out[:, bd.K1] = np.minimum(out[:, bd.K1], end[j])
     out, index = bd.tighten_with_index(out)
     run, j = run[i[index]], j[index]
-    shift(out, part.runs.local[run] - part.runs.start[run], place[j] - start[j])
+    shift(out, part.queries.local[run] - part.queries.start[run], place[j] - start[j])
     return _group(out, stage[j], len(stages))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -11,14 +12,16 @@ from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.checks import int_at_least
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
-from megatron_magi.plan.balance import assign_chunks
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.degree import choose_degree
+from megatron_magi.plan.dispatch import assign_chunks
+from megatron_magi.plan.moves import QueryMoves
 from megatron_magi.plan.nodes import gather_in_nodes, nodes_in_use
+from megatron_magi.plan.overlap_schedule import make_schedule
 from megatron_magi.plan.partition import areas_by_place, localise, partition, rows_of_chunks, split_stages
-from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.transfers import TransferTable
+from megatron_magi.plan.travel import choose_hosts
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, own
 
 MAX_RANKS = 1 << 16
@@ -31,12 +34,14 @@ class PlanStats:
     """Statistics of a plan. Tuples have one entry for each rank.
 
     Attributes:
-        areas: visible (query, key) pairs that the rank computes.
+        areas: visible (query, key) pairs that the rank computes, those of guests too.
         balance: largest area over the mean; 1.0 if there is nothing to compute.
         num_rows: rows that the rank holds, padding included.
         received_rows: rows of k and v that the rank fetches in a forward pass.
         lower_bound_rows: rows that it needs and does not hold.
         degree: remote stages.
+        guest_rows: rows of q that it computes for others: they arrive in a forward pass, and their outputs leave;
+            gradients of outputs arrive in the backward pass, and those of q leave.
     """
 
     areas: tuple[int, ...]
@@ -45,29 +50,40 @@ class PlanStats:
     received_rows: tuple[int, ...]
     lower_bound_rows: tuple[int, ...]
     degree: int
+    guest_rows: tuple[int, ...]
 
 
 class Plan:
     """The plan of one mask for all ranks: who holds, computes and sends what. Read-only."""
 
-    def __init__(self, mask: AttnMask, dispatch: Dispatch, config: MagiConfig) -> None:
+    def __init__(
+        self,
+        mask: AttnMask,
+        dispatch: Dispatch,
+        config: MagiConfig,
+        compute: Dispatch | None = None,
+        by_rates: bool = False,
+    ) -> None:
         self.mask = mask
         self.dispatch = dispatch
         self.config = config
-        self._part = partition(mask, dispatch)
+        ranks_per_node = nodes_in_use(config.comm.ranks_per_node, dispatch.cp_size)
+        moves = None if compute is None else QueryMoves(dispatch, compute, ranks_per_node)
+        self._moves = moves if moves is not None and moves.any else None
+        self._part = partition(mask, dispatch, None if self._moves is None else self._moves.queries)
         own_area, fetched_area = areas_by_place(self._part)
         self._area = own_area + fetched_area
         self.degree = choose_degree(
             own_area, fetched_area, self._part.remote_rows, config.overlap, config.dispatch.rates
         )
         self._stages = split_stages(self._part, self.degree)
-        ranks_per_node = nodes_in_use(config.comm.ranks_per_node, dispatch.cp_size)
         self._transfers = TransferTable(self._part, self._stages, ranks_per_node)
         overlap = config.overlap
         self.schedule: Schedule = make_schedule(
             self.degree, overlap=overlap.degree != 0, hide_tail_reduce=overlap.hide_tail_reduce
         )
-        self.plan_hash = _plan_hash(mask, dispatch, self.degree, self.schedule, config)
+        by_rates = by_rates or config.dispatch.algorithm == "auto"
+        self.plan_hash = _plan_hash(mask, dispatch, self._moves, self.degree, self.schedule, config, by_rates)
         self._rank_plans: dict[int, RankPlan] = {}
 
     @property
@@ -96,6 +112,7 @@ class Plan:
                 plan_hash=self.plan_hash,
                 area=int(self._area[cp_rank]),
                 num_tokens=int(np.diff(np.minimum(self.dispatch.ranges[cp_rank], self.dispatch.total_seqlen)).sum()),
+                moves=None if self._moves is None else self._moves.for_rank(cp_rank),
             )
         return self._rank_plans[cp_rank]
 
@@ -105,6 +122,7 @@ class Plan:
         for ranges in self._stages:
             received += sum_by_rank(ranges.dst, ranges.end - ranges.start, self.cp_size)
         mean = sum(areas) / len(areas)
+        guests = (0,) * self.cp_size if self._moves is None else tuple(self._moves.num_guests.tolist())
         return PlanStats(
             areas=tuple(areas),
             balance=max(areas) / mean if mean else 1.0,
@@ -112,6 +130,7 @@ class Plan:
             received_rows=tuple(received.tolist()),
             lower_bound_rows=tuple(self._part.remote_rows.tolist()),
             degree=self.degree,
+            guest_rows=guests,
         )
 
     def __repr__(self) -> str:
@@ -119,7 +138,11 @@ class Plan:
 
 
 def make_plan(
-    mask: AttnMask, config: MagiConfig | None = None, cp_size: int = 1, dispatch: Dispatch | None = None
+    mask: AttnMask,
+    config: MagiConfig | None = None,
+    cp_size: int = 1,
+    dispatch: Dispatch | None = None,
+    compute: Dispatch | Literal["home", "auto"] = "home",
 ) -> Plan:
     """Plans distributed attention: pure, deterministic, on the CPU, without communication.
 
@@ -129,9 +152,12 @@ def make_plan(
         cp_size: number of ranks.
         dispatch: reuse the token distribution of another plan over a sequence of the same
             length, so that several masks (window and full layers) share one dispatch.
+        compute: who computes each query. ``"home"``: the rank that holds it. ``"auto"``: also another, if the predicted
+            step is shorter (`travel.choose_hosts`). Or the rank of each as a dispatch of the same tokens, in which
+            padding and the order of rows have no effect. Queries travel to other ranks, and their results back.
 
     Raises:
-        ValueError: an argument is out of range, or ``dispatch`` does not fit.
+        ValueError: an argument is out of range, or ``dispatch`` or ``compute`` does not fit.
     """
     config = MagiConfig() if config is None else config
     for name, value, wanted in (("mask", mask, AttnMask), ("config", config, MagiConfig)):
@@ -145,14 +171,27 @@ def make_plan(
         )
     if dispatch is None:
         dispatch = make_dispatch(mask, config.dispatch, cp_size, config.overlap, config.comm.ranks_per_node)
-    elif not isinstance(dispatch, Dispatch):
-        raise ValueError(f"dispatch: expected Dispatch or None, got {type(dispatch).__name__}")
-    elif dispatch.total_seqlen != mask.total_seqlen_q or dispatch.cp_size != cp_size:
-        raise ValueError(
-            f"dispatch: made for {dispatch.total_seqlen} tokens over {dispatch.cp_size} ranks, "
-            f"the mask has {mask.total_seqlen_q} over {cp_size}"
-        )
-    return Plan(mask, dispatch, config)
+    for name, value in (("dispatch", dispatch), ("compute", compute)):
+        if name == "compute" and isinstance(value, str) and value in ("home", "auto"):
+            continue
+        if not isinstance(value, Dispatch):
+            other = "None" if name == "dispatch" else "home or auto"
+            raise ValueError(f"{name}: expected a Dispatch, or {other}, got {value!r}")
+        if value.total_seqlen != mask.total_seqlen_q or value.cp_size != cp_size:
+            raise ValueError(
+                f"{name}: made for {value.total_seqlen} tokens over {value.cp_size} ranks, "
+                f"the mask has {mask.total_seqlen_q} over {cp_size}"
+            )
+    if compute != "auto":
+        return Plan(mask, dispatch, config, None if compute == "home" else compute)
+    found = choose_hosts(mask, dispatch, config)
+    hosts = None if found.hosts is None else dispatch_from_chunks(dispatch.total_seqlen, *found.hosts, cp_size)
+    return Plan(mask, dispatch, config, hosts, by_rates=True)
+
+
+def who_computes(config: DispatchConfig, is_given: bool) -> Literal["home", "auto"]:
+    """``compute`` of `make_plan` by ``config.queries``; ``is_given``: the dispatch is that of a given layout."""
+    return "auto" if config.queries == "travel" or (config.queries == "auto" and is_given) else "home"
 
 
 def make_dispatch(
@@ -240,15 +279,25 @@ def _joined_ranges(bounds: np.ndarray, rank: np.ndarray, cp_size: int, chunk: np
     return tuple(ranges[edges[r] : edges[r + 1]] for r in range(cp_size))
 
 
-def _plan_hash(mask: AttnMask, dispatch: Dispatch, degree: int, schedule: Schedule, config: MagiConfig) -> int:
+def _plan_hash(
+    mask: AttnMask,
+    dispatch: Dispatch,
+    moves: QueryMoves | None,
+    degree: int,
+    schedule: Schedule,
+    config: MagiConfig,
+    by_rates: bool,
+) -> int:
     """Identifies all that ranks must agree on: what is sent, when, in which dtype and by which implementation.
 
-    This includes the rates if dispatches are chosen by predicted time: ranks with different rates may agree on one
-    batch and not on the next.
+    This includes the rates if anything is chosen by predicted time (``by_rates``): ranks with different rates may agree
+    on one batch and not on the next.
     """
     steps = ";".join(f"{s.kind.value}{s.stage}" for s in (*schedule.forward, *schedule.backward))
     text = hashlib.sha256(_FORMAT + mask.digest + dispatch.digest)
+    if moves is not None:
+        text.update(b"moves" + b"".join(array.tobytes() for array in moves.digest_arrays()))
     text.update(f"{degree}|{steps}|{schedule.saved_stage}|{config.overlap.one_launch}|{config.comm}".encode())
-    if config.dispatch.algorithm == "auto":
+    if by_rates:
         text.update((config.dispatch.rates or DEFAULT).digest)
     return int.from_bytes(text.digest()[:8], "little") >> 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
-from megatron_magi.plan.plan import Plan, make_plan
+from megatron_magi.plan.plan import Plan, make_plan, who_computes
 from megatron_magi.plan.types import Dispatch, RankPlan
 
 
@@ -20,7 +20,8 @@ class PlanSet[Key: Hashable]:
         config: how to plan.
         cp_rank: this rank.
         cp_size: number of ranks.
-        dispatch: of tokens whose owners are given (`given_dispatch`); that of the first plan when None.
+        dispatch: of tokens whose owners are given (`given_dispatch`); that of the first plan when None. Where queries
+            are computed is chosen for each mask (`DispatchConfig.queries`).
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class PlanSet[Key: Hashable]:
         self._cp_rank = cp_rank
         self._primary = next(iter(self._masks))
         primary = self._masks[self._primary]
-        self._plans: dict[Key, Plan] = {self._primary: make_plan(primary, config, cp_size, dispatch)}
+        self._compute = who_computes(config.dispatch, dispatch is not None)
+        self._plans: dict[Key, Plan] = {self._primary: make_plan(primary, config, cp_size, dispatch, self._compute)}
 
     @property
     def config(self) -> MagiConfig:
@@ -68,5 +70,7 @@ class PlanSet[Key: Hashable]:
         if key not in self._plans:
             if key not in self._masks:
                 self._masks[key] = self._make_mask(key)
-            self._plans[key] = make_plan(self._masks[key], self._config, self.dispatch.cp_size, self.dispatch)
+            self._plans[key] = make_plan(
+                self._masks[key], self._config, self.dispatch.cp_size, self.dispatch, self._compute
+            )
         return self._plans[key].for_rank(self._cp_rank)

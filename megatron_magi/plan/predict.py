@@ -10,9 +10,9 @@ import numpy as np
 
 from megatron_magi.backends.costs import kernel_costs_of
 from megatron_magi.config import CostModel, OverlapConfig
+from megatron_magi.cost_model import KernelCosts, Rates
 from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.degree import choose_degrees
-from megatron_magi.rates import KernelCosts, Rates
 
 
 class Prediction(NamedTuple):
@@ -66,13 +66,25 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
     return predict_all(Counts(*(c[None] for c in counts)), [num_rows], rates, overlap)[0]
 
 
-def predict_all(counts: Counts, num_rows: Sequence[int], rates: Rates, overlap: OverlapConfig) -> list[Prediction]:
+class Moved(NamedTuple):
+    """Rows of queries that ranks receive to compute them for others, and that they send to be computed: from and to
+    their own node, and others; int64 ``[num_dispatches, 2, cp_size]`` (`counts.count_moves`).
+    """
+
+    received: np.ndarray
+    sent: np.ndarray
+
+
+def predict_all(
+    counts: Counts, num_rows: Sequence[int], rates: Rates, overlap: OverlapConfig, moved: Moved | None = None
+) -> list[Prediction]:
     """`predict` for several dispatches over the same ranks at once, with equal results.
 
     Args:
         counts: of all dispatches, int64 ``[num_dispatches, 2, cp_size]`` each.
         num_rows: of each dispatch.
         rates, overlap: see `predict`.
+        moved: of queries that are not computed where they are held; none when None.
     """
     received = counts.received.sum(axis=1)
     degrees = choose_degrees(counts.area[:, 0], counts.area[:, 1], received, overlap, rates)
@@ -90,13 +102,20 @@ def predict_all(counts: Counts, num_rows: Sequence[int], rates: Rates, overlap: 
     for (forward, backward, degree), those in alike.items():
         rows = np.array([num_rows[at] for at in those])[:, None]
         of_those = counts if len(those) == len(degrees) else Counts(*(c[those] for c in counts))
-        made = _predict_alike(of_those, rows, rates, overlap, degree, (forward, backward))
+        moving = None if moved is None else Moved(*(x[those] for x in moved))
+        made = _predict_alike(of_those, rows, rates, overlap, degree, (forward, backward), moving)
         found.update(zip(those, made, strict=True))
     return [found[at]._replace(degree=degree) for at, degree in enumerate(degrees.tolist())]
 
 
 def _predict_alike(
-    counts: Counts, num_rows: np.ndarray, rates: Rates, overlap: OverlapConfig, degree: int, at_once: tuple[bool, bool]
+    counts: Counts,
+    num_rows: np.ndarray,
+    rates: Rates,
+    overlap: OverlapConfig,
+    degree: int,
+    at_once: tuple[bool, bool],
+    moved: Moved | None,
 ) -> list[Prediction]:
     """`predict_all` for dispatches with one number of stages.
 
@@ -114,15 +133,21 @@ def _predict_alike(
     for is_backward, one in ((False, at_once[0]), (True, at_once[1])):
         steps, stages = _Steps(num_rows, rates, kernels, overlap.cost, degree > 0 and not one), 1 if one else degree
         attend = steps.backward if is_backward else steps.forward
-        fetch = _transfer_us(counts.received, counts.sent, stages, rates, overlap.cost)
-        reduce = _transfer_us(counts.sent, counts.received, stages, rates, overlap.cost) * is_backward
+        key_bytes = overlap.cost.row_bytes
+        fetch = _transfer_us(counts.received, counts.sent, stages, rates, key_bytes)
+        reduce = _transfer_us(counts.sent, counts.received, stages, rates, key_bytes) * is_backward
         if one:
             device = _at_once_us(attend(both), fetch, hidden) + reduce
         else:
             device = _pass_us(attend(own), attend(fetched, True), fetch, reduce, degree, hidden)
         issue, of_stage = rates.host_us(is_backward)
+        device, more_us = device + steps.ends_us(is_backward), 0.0
+        if moved is not None:
+            moves = moved.received.any(axis=(1, 2))[:, None]
+            device = device + moves * _moves_us(moved, num_rows, rates, overlap.cost, is_backward)
+            more_us = moves * of_stage  # like the collective and the launch of a stage
         # One launch is issued like a pass over own keys.
-        passes.append((device + steps.ends_us(is_backward), issue + (0 if one else degree) * (of_stage - saved)))
+        passes.append((device, issue + (0 if one else degree) * (of_stage - saved) + more_us))
     forward_us, backward_us = (device.max(axis=1) for device, _ in passes)
     step_us = sum(np.maximum(device, host).max(axis=1) for device, host in passes)
     host_us = sum(host.max(axis=1) for _, host in passes)
@@ -223,11 +248,29 @@ class _Steps(NamedTuple):
         return self._memory_us(cast + (4.0 * dv if is_backward else 0.0), self.num_rows)
 
 
-def _transfer_us(received: np.ndarray, sent: np.ndarray, degree: int, rates: Rates, cost: CostModel) -> np.ndarray:
+def _moves_us(moved: Moved, num_rows: np.ndarray, rates: Rates, cost: CostModel, is_backward: bool) -> np.ndarray:
+    """Microseconds of a pass for rows of queries that other ranks compute, ``[num_dispatches, cp_size]``.
+
+    Nothing hides them: kernels begin when q and dout have arrived. Meanwhile a host copies its own rows next to where
+    those of its guests will be.
+    """
+    dk, dv = cost.head_dims
+    there, back = (dv, dk) if is_backward else (dk, dv)
+    of_lse = 0 if is_backward else 4
+    of_row = cost.num_heads_q * cost.element_bytes
+    there_us = _transfer_us(moved.received, moved.sent, 1, rates, there * of_row)
+    back_us = _transfer_us(moved.sent, moved.received, 1, rates, back * of_row + of_lse * cost.num_heads_q)
+    guests, sent = moved.received.sum(axis=1), moved.sent.sum(axis=1)
+    us_of_byte = 2 * of_row / (rates.memory_gbytes_per_s * 1e3)
+    own_us = (guests > 0) * num_rows * (there * us_of_byte)
+    return np.maximum(there_us, own_us) + back_us + (guests * there + sent * back) * us_of_byte
+
+
+def _transfer_us(received: np.ndarray, sent: np.ndarray, degree: int, rates: Rates, row_bytes: int) -> np.ndarray:
     """Microseconds of one of the all-to-alls that move these rows, ``[num_dispatches, cp_size]``."""
     if not degree:
         return np.zeros(received[:, 0].shape)
-    volume = np.maximum(received, sent) * (cost.row_bytes / (degree * 1e3))
+    volume = np.maximum(received, sent) * (row_bytes / (degree * 1e3))
     near = rates.collective_us + volume[:, 0] / rates.gbytes_per_s
     far = rates.far_collective_us + volume[:, 1] / rates.far_gbytes_per_s
     return np.where(volume[:, 1] > 0, np.maximum(near, far), near)

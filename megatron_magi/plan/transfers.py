@@ -1,4 +1,4 @@
-"""The exchanges of a plan, by stage and rank."""
+"""The exchanges of keys in a plan, by stage and rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_magi.plan.exchange import exchange, rows_of
 from megatron_magi.plan.hierarchy import two_levels
-from megatron_magi.plan.partition import Partition, Ranges
+from megatron_magi.plan.partition import Partition, Ranges, Runs
 from megatron_magi.plan.types import Transfer
 
 
@@ -34,13 +34,14 @@ class TransferTable:
         return self._transfer(rank, self._part.remote)
 
     def _transfer(self, rank: int, ranges: Ranges) -> Transfer:
-        """The transfer of ranges, each to its place in a buffer."""
-        runs, num_ranks = self._part.runs, len(self._part.remote_rows)
-        transfer, place, length = exchange(ranges, runs, rank, num_ranks)
-        levels = None
-        if self._ranks_per_node is not None:
-            levels = two_levels(ranges, runs, rank, num_ranks, self._ranks_per_node)
-        return replace(transfer, recv_order=_recv_order(place, length), levels=levels)
+        return transfer_of(ranges, self._part.runs, rank, len(self._part.remote_rows), self._ranks_per_node)
+
+
+def transfer_of(ranges: Ranges, runs: Runs, rank: int, num_ranks: int, ranks_per_node: int | None) -> Transfer:
+    """The transfer of ranges, each to its place in a buffer; ``ranks_per_node``: None for one level."""
+    transfer, place, length = exchange(ranges, runs, rank, num_ranks)
+    levels = None if ranks_per_node is None else two_levels(ranges, runs, rank, num_ranks, ranks_per_node)
+    return replace(transfer, recv_order=_recv_order(place, length), levels=levels)
 
 
 def _recv_order(place: np.ndarray, length: np.ndarray) -> np.ndarray | None:

@@ -104,6 +104,27 @@ class Levels:
     relay_rows: np.ndarray
 
 
+class Moves(NamedTuple):
+    """Rows of queries that other ranks compute (hosts), for one rank.
+
+    A host computes its own rows, and after them its guests: the rows that it computes for others.
+
+    Attributes:
+        there: sends rows of the shard to their hosts; its buffer is the guests.
+        back: sends results of guests to their homes; its buffer is the rows of the shard that others compute.
+        rows: row of the shard of each row of that buffer, int64 ``[back.num_recv]``.
+    """
+
+    there: Transfer
+    back: Transfer
+    rows: np.ndarray
+
+    @property
+    def num_guests(self) -> int:
+        """Rows that this rank computes for others."""
+        return self.there.num_recv
+
+
 class StepKind(Enum):
     """FETCH and REDUCE start a communication; ATTEND computes, waiting for its fetch first."""
 
@@ -147,6 +168,7 @@ class Runtime:
     Attributes:
         calls: `attention.call_cache.Call` by cache key.
         casts: by device, arguments of the collectives, one for each stage (`attention.collective_args.plan_casts`).
+        moves: by device, arguments of the collectives for queries of other ranks (`attention.travel.travel_args`).
         joined_casts: by device, arguments of the collective for the rows of all stages (`joined_cast` there).
         joined_bands: the mask over the keys of all stages (`attention.fused_comm.joined_bands`); None until it is made.
         tables: of a prepared batch: tile plans on the device, kept alive by this reference.
@@ -157,6 +179,7 @@ class Runtime:
 
     calls: dict[tuple, Any] = field(default_factory=dict)
     casts: dict[Any, tuple] = field(default_factory=dict)
+    moves: dict[Any, Any] = field(default_factory=dict)
     joined_casts: dict[Any, Any] = field(default_factory=dict)
     joined_bands: np.ndarray | None = None
     tables: list[Any] = field(default_factory=list)
@@ -172,8 +195,8 @@ class RankPlan(_SetOnce):
     Attributes:
         cp_rank, cp_size: this rank, and the number of ranks.
         num_rows: rows of the shard, padding included.
-        bands: one table for each stage, int64 ``[n, 6]``: rows of the shard times rows of the stage's keys; the keys of
-            stage 0 are the shard's own.
+        bands: one table for each stage, int64 ``[n, 6]``: rows of the shard, and after them guests, times rows of the
+            stage's keys; the keys of stage 0 are the shard's own. Rows that other ranks compute see nothing here.
         transfers: ``transfers[s - 1]`` fetches the keys of stage s.
         joined: fetches the keys of all stages into one buffer, in order of stages. None unless there are several
             stages, ``one_launch`` is set, and nodes are not distinguished.
@@ -182,6 +205,7 @@ class RankPlan(_SetOnce):
         plan_hash: compared between ranks.
         area: visible pairs that the rank computes.
         num_tokens: rows that are tokens; rows after them are padding.
+        moves: of queries that are not computed by the rank that holds them; None if all are.
         runtime: device copies and state that calls keep with the plan.
     """
 
@@ -196,6 +220,7 @@ class RankPlan(_SetOnce):
     plan_hash: int
     area: int
     num_tokens: int
+    moves: Moves | None = None
     runtime: Runtime = field(default_factory=Runtime, repr=False)
 
     def __getstate__(self) -> dict:
@@ -208,6 +233,11 @@ class RankPlan(_SetOnce):
     def degree(self) -> int:
         """Number of remote stages."""
         return len(self.transfers)
+
+    @property
+    def num_queries(self) -> int:
+        """Rows of queries that kernels get: of the shard, and guests."""
+        return self.num_rows + (0 if self.moves is None else self.moves.num_guests)
 
 
 def own(table: np.ndarray) -> np.ndarray:

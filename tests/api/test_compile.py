@@ -28,7 +28,7 @@ def test_a_whole_attention_step_can_be_compiled():
     def step(q, k, v):
         key = api.magi_attn_flex_key([[0, 10]], [[0, 10]], "causal", 10, 10)
         q, k, v = (api.dispatch(x * 2, key) for x in (q, k, v))
-        positions = api.get_position_ids(key)[:, None, None]
+        positions = api.get_position_ids(key).to(q.device)[:, None, None]
         out, _ = api.calc_attn(q + positions, k, v, key)
         return api.undispatch(api.roll(out, 1, 0, key), key) * 3
 

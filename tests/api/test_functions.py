@@ -111,15 +111,20 @@ def test_flex_flash_attn_func_as_in_the_quick_start():
         torch.testing.assert_close(x.grad, grad)
 
 
-def run_quick_start(rank, num_ranks):
-    """Embeddings to a loss and back; gradients of parameters summed over ranks, as a framework would."""
+def quick_start_model(total_seqlen):
+    """Embeddings, projections to q, k and v, a sink, and weights of the loss."""
     torch.manual_seed(0)
-    total_seqlen, embed_dim = 96, 16
+    embed_dim = 16
     x = torch.randn(total_seqlen, embed_dim, dtype=torch.float64, requires_grad=True)
     projections = [nn.Linear(embed_dim, n * DIM, dtype=torch.float64) for n in (HEADS_Q, HEADS_KV, HEADS_KV)]
     sink = nn.Parameter(torch.randn(2, HEADS_Q, dtype=torch.float64))
-    weight = torch.randn(total_seqlen, HEADS_Q, DIM, dtype=torch.float64)
+    return x, projections, sink, torch.randn(total_seqlen, HEADS_Q, DIM, dtype=torch.float64)
 
+
+def run_quick_start(rank, num_ranks):
+    """Embeddings to a loss and back; gradients of parameters summed over ranks, as a framework would."""
+    total_seqlen = 96
+    x, projections, sink, weight = quick_start_model(total_seqlen)
     key = block_causal_key(world(num_ranks), total_seqlen)
     local_x = api.dispatch(x, key=key)
     local_q, local_k, local_v = (p(local_x).view(local_x.shape[0], -1, DIM) for p in projections)
@@ -135,12 +140,8 @@ def run_quick_start(rank, num_ranks):
 
 
 def expected_quick_start():
-    torch.manual_seed(0)
-    total_seqlen, embed_dim = 96, 16
-    x = torch.randn(total_seqlen, embed_dim, dtype=torch.float64, requires_grad=True)
-    projections = [nn.Linear(embed_dim, n * DIM, dtype=torch.float64) for n in (HEADS_Q, HEADS_KV, HEADS_KV)]
-    sink = nn.Parameter(torch.randn(2, HEADS_Q, dtype=torch.float64))
-    weight = torch.randn(total_seqlen, HEADS_Q, DIM, dtype=torch.float64)
+    total_seqlen = 96
+    x, projections, sink, weight = quick_start_model(total_seqlen)
     q, k, v = (p(x).view(total_seqlen, -1, DIM) for p in projections)
     visible = torch.as_tensor(dense_mask(builders.block_causal(total_seqlen, 24)))
     out, lse = dense_attention(q, k, v, visible, sink=sink)
@@ -239,8 +240,8 @@ def run_hybrid(rank, num_ranks):
         out, _ = api.calc_attn(*local_qkv, each)
         expected, _ = dense_attention(q, k, v, dense_mask(mask))
         torch.testing.assert_close(api.undispatch(out, each), expected)
-    position_ids = api.get_position_ids(window)
-    assert torch.equal(position_ids, api.get_position_ids(key))
+    position_ids = api.get_position_ids(window).cpu()
+    assert torch.equal(position_ids, api.get_position_ids(key).cpu())
     is_token = position_ids < total
     torch.testing.assert_close(local_qkv[0][is_token], q[position_ids[is_token]])
     assert api.get_most_recent_key(world(num_ranks)) == full

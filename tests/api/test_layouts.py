@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 
 from megatron_magi import api
+from megatron_magi.backends.costs import DEFAULT
+from megatron_magi.config import AttendConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
 from tests.dense_attention import dense_attention
@@ -48,7 +52,7 @@ def run_keys(rank: int, num_ranks: int) -> None:
     }
     assert len(set(keys.values())) == (5 if num_ranks > 1 else 3)
     for name, key in keys.items():
-        positions = api.get_position_ids(key)
+        positions = api.get_position_ids(key).cpu()
         local = [t[positions].requires_grad_() for t in x]
         for t, given in zip(local, x, strict=True):
             kept = api.dispatch(torch.ones(TOTAL), key).bool()
@@ -72,6 +76,38 @@ def run_keys(rank: int, num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_calc_attn_takes_tokens_where_they_are(ranks, num_ranks: int) -> None:
     ranks(num_ranks, run_keys)
+
+
+def run_travel(rank: int, num_ranks: int) -> None:
+    """Keys over a contiguous layout let others compute: by default, where it is predicted to be faster."""
+    total, group = 1024, dist.group.WORLD
+    x = [t.requires_grad_() for t in qkv(total)]
+    weight = torch.randn(total, HEADS[0], DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    slow = replace(DEFAULT, forward_tflops=1e-4, backward_tflops=1e-4)
+    cost = OverlapConfig(cost=CostModel(num_heads_q=64, num_heads_kv=8))  # so many that a GPU is busy
+    configs = {
+        queries: MagiConfig(DispatchConfig(rates=slow, queries=queries), cost, AttendConfig(impl="torch"))
+        for queries in ("auto", "home")
+    }
+    for queries, config in configs.items():
+        key = causal_key(num_ranks, total, layout="contiguous", dist_attn_config=config)
+        other = api.make_flex_key_for_new_mask_after_dispatch([[0, total]], [[0, 64]], "full", key)
+        moves = [api.functions._RUNTIMES.get(some).rank_plan.moves for some in (key, other)]
+        assert (moves[0] is not None) == (queries == "auto") and moves[1] is None
+        positions = api.get_position_ids(key)
+        local = [t.detach()[positions].requires_grad_() for t in x]
+        out, _ = api.calc_attn(*local, key)
+        out.backward(weight[positions])
+        expected = dense_attention(*x, dense_mask(builders.causal(total)))[0]
+        grads = torch.autograd.grad(expected, x, weight)
+        torch.testing.assert_close(out, expected[positions])
+        for t, grad in zip(local, grads, strict=True):
+            torch.testing.assert_close(t.grad, grad[positions])
+    dist.barrier(group)
+
+
+def test_queries_travel_where_it_is_faster(ranks) -> None:
+    ranks(2, run_travel)
 
 
 def run_different(rank: int, num_ranks: int) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, prepare_batch
-from megatron_magi.backends.sm90 import fused_backward, fused_forward, tuning
+from megatron_magi.backends.sm90 import forward_steps, mask_numbers, tuning
 from megatron_magi.backends.sm90.support import work_counter
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda.streams import current_stream
@@ -55,11 +55,11 @@ def masks(num_ranks):
 
 
 class Counted:
-    """Passes that are prepared by `fused_forward.forward_step`: one for each plan by which some rank fetches."""
+    """Passes that are prepared by `forward_steps.forward_step`: one for each plan by which some rank fetches."""
 
     def __enter__(self):
-        self.count, self._real = 0, fused_forward.forward_step
-        self._patch = mock.patch.object(fused_forward, "forward_step", self)
+        self.count, self._real = 0, forward_steps.forward_step
+        self._patch = mock.patch.object(forward_steps, "forward_step", self)
         self._patch.start()
         return self
 
@@ -250,7 +250,7 @@ def start_items_in_step(rank, num_ranks):
     leaves = [t.requires_grad_() for t in tensors_of(plan.num_rows, rank, heads=(64, 8))]
     dout = torch.randn(plan.num_rows, 64, 128, device="cuda").to(torch.bfloat16)
     attend, seen, found = AttendConfig(deterministic=True), [], []
-    real = fused_forward.row_numbers
+    real = mask_numbers.row_numbers
 
     def row_numbers(name, *args):
         numbers = real(name, *args)
@@ -259,8 +259,7 @@ def start_items_in_step(rank, num_ranks):
 
     with (
         mock.patch.object(tuning, "L2_BYTES", 1),
-        mock.patch.object(fused_forward, "row_numbers", row_numbers),
-        mock.patch.object(fused_backward, "row_numbers", row_numbers),
+        mock.patch.object(mask_numbers, "row_numbers", row_numbers),
     ):
         for call in range(7):
             config = MagiConfig(attend=attend, comm=NATIVE, overlap=OverlapConfig(one_launch=call > 0))

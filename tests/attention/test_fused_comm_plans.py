@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,12 +13,13 @@ from hypothesis import strategies as st
 from megatron_magi.attention import fused_comm
 from megatron_magi.attention.collective_args import joined_cast, joined_transfer
 from megatron_magi.backends.registry import backend_that
-from megatron_magi.backends.sm90 import fused_forward, kernels, params
+from megatron_magi.backends.sm90 import kernels, mask_numbers
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.choices import Problem, RowTiles, backward_choice
 from megatron_magi.backends.sm90.plan import HostPlan
 from megatron_magi.backends.sm90.program import backward_pays
 from megatron_magi.backends.sm90.schedule import Schedule, local_first
+from megatron_magi.backends.sm90.support import WAITING
 from megatron_magi.backends.tiles.tiles import GAP
 from megatron_magi.comm import peer_kernels, transport
 from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
@@ -83,7 +82,7 @@ def test_the_mask_over_all_keys_is_the_mask(seed, num_ranks, degree):
     for rank in range(num_ranks if plan.degree else 0):
         rank_plan = plan.for_rank(rank)
         tokens = buffer_tokens(plan, rank, joined_transfer(rank_plan))
-        rows, first = plan.dispatch.global_index(rank), fused_forward.first_arriving(rank_plan.num_rows)
+        rows, first = plan.dispatch.global_index(rank), mask_numbers.first_arriving(rank_plan.num_rows)
         found = dense_bands(fused_comm.joined_bands(rank_plan, PROGRAMS), rank_plan.num_rows, first + len(tokens))
         own, later = found[:, : rank_plan.num_rows], found[:, first:]
         assert not found[:, rank_plan.num_rows : first].any()
@@ -128,13 +127,13 @@ def test_tiles_cover_the_mask_and_no_tile_or_block_has_keys_of_both_kinds(mask, 
         rank_plan = plan.for_rank(rank)
         bands = fused_comm.joined_bands(rank_plan, PROGRAMS)
         num_later = joined_transfer(rank_plan).num_recv
-        num_rows, first = rank_plan.num_rows, fused_forward.first_arriving(rank_plan.num_rows)
+        num_rows, first = rank_plan.num_rows, mask_numbers.first_arriving(rank_plan.num_rows)
         num_keys = first + num_later
         problem = Problem(num_rows, num_rows + num_later, 8, 2, (128, 128), (128, 128))
         dense = dense_bands(bands, num_rows, num_keys).astype(int)
         for shape in kernels.FORWARD_TILES[128, 128]:
             host = hopper_plan.make_host_plan(
-                bands, fused_forward.row_tiling(problem, RowTiles(shape, 1), num_later, 132)
+                bands, mask_numbers.row_tiling(problem, RowTiles(shape, 1), num_later, 132)
             )
             np.testing.assert_array_equal(covered(host, *shape, dense.shape), dense)
             _, passes, _ = tables(host, shape[0])
@@ -142,7 +141,7 @@ def test_tiles_cover_the_mask_and_no_tile_or_block_has_keys_of_both_kinds(mask, 
             assert (passes[own, 0] < num_rows).all()
             assert (passes[own, 0] + passes[own, 1] * shape[1] <= first).all()
         choice = backward_choice(hopper_plan.mask_facts(bands), problem, False)
-        host = hopper_plan.make_host_plan(bands, fused_forward.key_tiling(problem, choice, num_later, 132))
+        host = hopper_plan.make_host_plan(bands, mask_numbers.key_tiling(problem, choice, num_later, 132))
         count = covered(host, *choice.shape, dense.T.shape)
         np.testing.assert_array_equal(count, dense.T)
         tiles, _, _ = tables(host, choice.shape[0])
@@ -156,7 +155,7 @@ def test_tiles_cover_the_mask_and_no_tile_or_block_has_keys_of_both_kinds(mask, 
 def test_tiles_that_need_not_wait_come_first_as_many_as_fill_the_time():
     rank_plan = plan_of(builders.varlen(doc_lengths=[600, 3000, 480, 16]), 2, 1).for_rank(1)
     bands, num_arriving = fused_comm.joined_bands(rank_plan, PROGRAMS), joined_transfer(rank_plan).num_recv
-    first = fused_forward.first_arriving(2048)
+    first = mask_numbers.first_arriving(2048)
     plain = hopper_plan.make_host_plan(bands, hopper_plan.Tiling(False, 2048, (128, 128)))
 
     def waits(host):
@@ -199,10 +198,13 @@ def test_who_waits_keeps_nobody_from_arriving():
 def test_what_is_told_of_arrivals_is_what_the_kernels_read():
     text = (source_root() / "common/arrivals.cuh").read_text()
     assert f"kMostParts = {arriving.MOST_PARTS};" in text and arriving.FLAG_BYTES == 8 * arriving.MOST_PARTS
-    gate = re.search(r"struct ArrivalBarrier {(.*?)};", text, re.DOTALL).group(1)
-    names = re.findall(r"[\s*](\w+)[,;]", re.sub(r"//.*", "", gate))
-    assert names == [name for name, _ in arriving.GateParams._fields_]
-    assert ctypes.sizeof(arriving.GateParams) == 56 and params.GatedForwardParams.arrival_barrier.offset % 8 == 0
+    params, found = kernels.params("forward", stream_kv=True)(), arriving.Arriving((), (), (), 1, 2, 3, 4, 5)
+    found.set_barrier(params.arrival_barrier, 7)
+    members = [name for name, _ in type(params.arrival_barrier)._fields_ if name != "pad"]
+    given = {name: getattr(params.arrival_barrier, name) for name in members}
+    assert given.pop("num_rows") == given.pop("part_rows") == 0, "numbers of the mask"
+    assert {f"arrival_barrier.{name}" for name in ("num_rows", "part_rows")} == set(WAITING)
+    assert given == {"call": 1, "arrived": 2, "broken": 3, "notice": 4, "timeout_ns": 10, "first": 7}
     for num_rows in (1, 255, 4096, 1 << 20):
         assert -(-num_rows // arriving.part_rows(num_rows)) <= arriving.MOST_PARTS
     assert max(n for tiles in kernels.FORWARD_TILES.values() for _, n in tiles) < GAP

@@ -10,8 +10,10 @@ import torch
 
 from megatron_magi.attention import AttnShape, needed_kernels
 from megatron_magi.backends.sm90 import attention as hopper
-from megatron_magi.backends.sm90 import fused_backward, fused_forward
 from megatron_magi.backends.sm90 import kernels as hopper_kernels
+from megatron_magi.backends.sm90.backward_steps import BackwardLayouts, Part, Sent, backward_steps
+from megatron_magi.backends.sm90.forward_steps import forward_step
+from megatron_magi.backends.sm90.mask_numbers import backward_tables, first_arriving, forward_tables, pass_shape
 from megatron_magi.backends.sm90.program import backward_pays
 from megatron_magi.comm import peer_kernels, row_memory
 from megatron_magi.comm.impl import cuda_rows
@@ -86,20 +88,18 @@ def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatc
         for lengths in MASKS:
             bands = builders.varlen(doc_lengths=lengths, causal=True).bands
             n = int(bands[:, 1].max())
-            bands = np.concatenate(
-                [bands, [(0, n, fused_forward.first_arriving(n), fused_forward.first_arriving(n) + 7, *FAR)]]
-            )
+            bands = np.concatenate([bands, [(0, n, first_arriving(n), first_arriving(n) + 7, *FAR)]])
             q, out, (k, v) = rows(n, 16, dims[0]), rows(n, 16, dims[1]), (rows(n, 2, dim) for dim in dims)
             later = Arriving([rows(7, 2, dim) for dim in dims], (("r", 0), ("r", 8)), (), 0, 0, 0, 0, 0)
             lse = torch.empty(n, 16)
-            use, operands = fused_forward.PassUse(options, 0), (ForwardInputs(q, k, v), ForwardOutput(out, lse))
-            form = fused_forward.forward_pass(*operands, 7, bands, use).form
-            fused_forward.forward_step(*operands, later, form, use, max_logits=False)
+            operands, of_pass = (ForwardInputs(q, k, v), ForwardOutput(out, lse)), pass_shape((q, k, v), 7, options)
+            form = forward_tables(of_pass, bands, q.device, 0).form
+            forward_step(*operands, later, form, options, 0, max_logits=False)
             if backward_pays(dims):
-                sent = fused_backward.Sent(later, (("r", 16), ("r", 24)), moves=True, returns=True)
-                lie = fused_backward.BackwardTensors((q, k, v, out), out, lse, (q, k, v))
-                known = fused_backward.backward_pass(lie, 7, bands, use)
-                fused_backward.backward_steps(lie, sent, known, use, wants_delta=False)
+                sent = Sent(later, (("r", 16), ("r", 24)), moves=True, returns=True)
+                layouts = BackwardLayouts((q, k, v, out), out, lse, lse, (q, k, v))
+                form = backward_tables(of_pass, bands, q.device, 0).form
+                backward_steps(layouts, form, options, 0, sent=sent, part=Part(), wants_delta=False)
     gates = {kernel for kernel in needed_kernels(shape, config, 2) if "STREAM_KV=1" in kernel[1]}
     assert {kernel for kernel in asked if "STREAM_KV=1" in kernel[1]} == gates
     assert asked <= set(needed_kernels(shape, config, 2))

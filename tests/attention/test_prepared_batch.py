@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, fused_comm, prepare_batch
-from megatron_magi.backends.sm90 import attention as hopper
-from megatron_magi.backends.sm90 import backward as hopper_backward
-from megatron_magi.backends.sm90 import fused_backward, fused_forward
+from megatron_magi.backends.sm90 import mask_numbers
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90 import program as hopper_program
 from megatron_magi.comm import cast_args
@@ -282,8 +280,7 @@ def test_a_plan_that_is_kept_keeps_no_more_tables_than_the_cache_of_passes(monke
             torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
         num_made = len(made)
         assert num_made == 2 * len(plan.bands), "made once for each pass"
-        for module in (hopper, hopper_backward):
-            module._passes.drop(lambda _key: True)
+        hopper_program._bound.drop(lambda _key: True)
         alive = [ref() for ref in made if ref() is not None]
         assert len(alive) <= 1, "that in the cache of plans"
         del alive
@@ -349,7 +346,6 @@ def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the
     config = MagiConfig(**{"comm": CommConfig("all_to_all", verify=False), **options})
     config = replace(config, attend=replace(config.attend, impl="ffa"))
     group = one_rank_alone if cp_size > 1 else None
-    modules = fused_forward, fused_backward, hopper, hopper_backward
 
     def step(plan) -> None:
         q, k, v = tensors(plan.num_rows, SHAPE)
@@ -367,9 +363,6 @@ def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the
             assert batch.plans[0] is plan and len(plan.runtime.calls) == (n > 0)
             with monkeypatch.context() as patch:
                 if n > 1:
-                    for name in ("_Pass", "Pass"):
-                        for module in modules:
-                            patch.setattr(module, name, lambda *_: pytest.fail("made in a layer"), raising=False)
                     patch.setattr(
                         hopper_program, "_BoundLaunches", lambda *_args, **_options: pytest.fail("made in a layer")
                     )
@@ -399,17 +392,17 @@ def test_launches_like_those_of_the_batch_before_are_those_of_the_mask_itself(
     shape = AttnShape(4, 2, *dims, torch.bfloat16, num_sms=132)
     masks = [builders.full(2048), builders.varlen(doc_lengths=[1024, 1024]), builders.causal(2048)]
 
-    def run(plan) -> tuple[list, dict]:
+    def run(plan) -> list[dict]:
         q, k, v = tensors(plan.num_rows, shape)
         for _ in range(2):
             out = distributed_attention(q, k, v, plan, one_rank_alone, config=config)[0]
             torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
         (call,) = plan.runtime.calls.values()
-        # Passes that are alike are one object, which is kept.
-        passes = [sorted(map(id, memo["memo"].values())) for both in call.hints for memo in both]
-        walks = {} if call.program is None else dict(call.program.walks)
-        # Dtypes of what they take, those of the gradients among them.
-        return passes, {key: [t and t.dtype for t in call.program.makers.get(key).args[1]] for key in walks}
+        # What each list of launches is, but for addresses of tables, which every plan has of its own.
+        return [
+            {key: one.calls.form for key, one in program.bound.items()}
+            for program in (call.program, *call.stages) if program is not None
+        ]  # fmt: skip
 
     with fake_driver(monkeypatch):
         forms, last = set(), None
@@ -418,7 +411,8 @@ def test_launches_like_those_of_the_batch_before_are_those_of_the_mask_itself(
             batch = prepare_batch({0: plans[0]}, shape, config)
             batch.to(CPU, like=last)
             assert run(batch.plans[0]) == run(plans[1])
-            forms.add(next(iter(plans[0].runtime.calls.values())).form)
+            (call,) = plans[0].runtime.calls.values()
+            forms.add((call.accumulates, call.sums_meet))
             last = batch.plans
         assert len(forms) > 1
 
@@ -434,6 +428,17 @@ def test_keys_that_nobody_fetches_are_read_where_they_lie(monkeypatch):
         assert launched[0] == "forward"
 
 
+def with_numbers(tables):
+    """`forward_tables` or `backward_tables`, which must use the numbers that are prepared, if there are any."""
+
+    def call(shape, bands, device, stream, known=None, *rest):
+        found = tables(shape, bands, device, stream, known, *rest)
+        assert known is None or (known.numbers.items() <= found.numbers.items() and known.shape == shape)
+        return found
+
+    return call
+
+
 def refuse(monkeypatch) -> None:
     """Makes it an error to plan, hash or copy anything to the device."""
 
@@ -443,7 +448,8 @@ def refuse(monkeypatch) -> None:
     monkeypatch.setattr(hopper_plan, "make_host_plan", fail)
     monkeypatch.setattr(hopper_plan.hashlib, "blake2b", fail)
     monkeypatch.setattr(hopper_plan.HostPlan, "schedule", fail)
-    monkeypatch.setattr(fused_forward, "seen_rows", fail)
+    for name in ("forward_tables", "backward_tables"):
+        monkeypatch.setattr(mask_numbers, name, with_numbers(getattr(mask_numbers, name)))
     monkeypatch.setattr(PackedArrays, "to", fail)
     monkeypatch.setattr(cast_args, "arrival_arrays", fail)
 

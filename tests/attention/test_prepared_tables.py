@@ -66,7 +66,7 @@ def test_launches_are_made_ready_for_the_stream_on_which_the_batch_comes(monkeyp
     def streams(plans):
         """Of launches in one list, and of others: those of the backward of wide heads."""
         (call,) = plans[0].runtime.calls.values()
-        return {key[0] for key in call.program.walks}, {key[0] for _, _, memo, *_ in call._memos() for key in memo}
+        return {key[0] for key in call.program.bound}, {key[0] for stage in call.stages for key in stage.bound}
 
     with fake_driver(monkeypatch):
         current, held = [0], []

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_magi import api, slice_attention
 from megatron_magi.attention import distributed_attention
-from megatron_magi.comm import waits
+from megatron_magi.comm import timeouts
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import make_plan
@@ -119,7 +119,7 @@ CASES = {
 
 
 def find_on_ranks(rank, num_ranks, verify):
-    waits.LOOK_S, waits.ASK_S, waits.BUSY_S = 0.1, 0.1, 0.02
+    timeouts.LOOK_S, timeouts.ASK_S, timeouts.BUSY_S = 0.1, 0.1, 0.02
     # Each query sees the keys of the first rank's tokens alone: of its own, the last rank's keys are seen by no row.
     mask = AttnMask([(12, 16, 0, 8, 0), (0, 4, 2, 3, 0)], total_seqlen_q=22)
     config = MagiConfig(

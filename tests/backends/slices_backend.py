@@ -100,16 +100,10 @@ class Slices(Backend):
 
     @staticmethod
     def forward(
-        inputs: ForwardInputs,
-        bands: np.ndarray,
-        options: AttnOptions,
-        output: ForwardOutput,
-        *,
-        return_max_logits: bool = False,
-        **hints: Any,
-    ) -> Tensor | None:
+        inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput, **hints: Any
+    ) -> None:
         q, k, v, sink_lse = inputs
-        out, lse, accumulate = output
+        out, lse, accumulate, max_logits = output
         dtype = accumulate_dtype(q.dtype)
         whole = torch.zeros(out.shape, dtype=dtype)
         sums = torch.full(lse.shape, -torch.inf, dtype=dtype)
@@ -130,7 +124,8 @@ class Slices(Backend):
         else:
             out.copy_(whole)
             lse.copy_(sums)
-        return largest if return_max_logits else None
+        if max_logits is not None:
+            max_logits.copy_(largest)
 
     @staticmethod
     def backward(

@@ -15,13 +15,13 @@ from megatron_magi.__main__ import main
 from megatron_magi.api.functions import _RUNTIMES
 from megatron_magi.backends.costs import RATES, rates_of
 from megatron_magi.backends.sm90.cost import H100
-from megatron_magi.calibration import calibration_file, kept, present_rates, with_present_rates
+from megatron_magi.calibration import calibration_file, present_rates, rates_file, with_present_rates
 from megatron_magi.calibration.fit import fit_kernels
 from megatron_magi.calibration.measure import masks
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig
+from megatron_magi.cost_model import Rates
 from megatron_magi.plan.counts import count
 from megatron_magi.plan.predict import kernels_us
-from megatron_magi.rates import Rates
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 
@@ -56,10 +56,10 @@ def test_times_that_no_rates_explain_are_an_error() -> None:
 
 def test_rates_are_kept_for_their_device_and_found_again(gpu, tmp_path) -> None:
     assert present_rates() == RATES["H100"]
-    kept._read.cache_clear()
+    rates_file._read.cache_clear()
     mine = replace(H100, device=DEVICE, gbytes_per_s=123.0)
     for rates in (H100, mine):  # calibrated again, the last ones count
-        assert kept.keep(replace(rates, device=DEVICE)) == calibration_file(DEVICE)
+        assert rates_file.keep(replace(rates, device=DEVICE)) == calibration_file(DEVICE)
     assert (
         calibration_file(DEVICE).is_relative_to(tmp_path) and len(list(calibration_file(DEVICE).parent.iterdir())) == 1
     )
@@ -71,7 +71,7 @@ def test_rates_are_kept_for_their_device_and_found_again(gpu, tmp_path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"device": 3}', b"\xff"])
 def test_a_damaged_calibration_is_an_error_that_names_the_file(gpu, content) -> None:
-    kept._read.cache_clear()
+    rates_file._read.cache_clear()
     file = calibration_file(DEVICE)
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
@@ -81,7 +81,7 @@ def test_a_damaged_calibration_is_an_error_that_names_the_file(gpu, content) -> 
 
 def test_where_no_calibration_can_be_read_the_defaults_hold(gpu, monkeypatch, tmp_path, caplog) -> None:
     """As in a container that runs with the home directory of another user, or with /dev/null for one."""
-    kept._read.cache_clear()
+    rates_file._read.cache_clear()
     (tmp_path / "no_folder").touch()
     monkeypatch.setenv("MAGI_ATTENTION_WORKSPACE_BASE", str(tmp_path / "no_folder"))
     assert present_rates() == RATES["H100"] and not caplog.text

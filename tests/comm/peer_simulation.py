@@ -77,7 +77,7 @@ class Rank:
                 self.chunks.add((self.rank, chunk))
 
 
-def announced(ranks: list[Rank], tensors: list[np.ndarray], shift: int, most: int) -> list[np.ndarray]:
+def pulled(ranks: list[Rank], tensors: list[np.ndarray], shift: int, most: int) -> list[np.ndarray]:
     """What each rank reads of what others have published."""
     for rank, x in zip(ranks, tensors, strict=True):
         rank.publish(x, shift, most)

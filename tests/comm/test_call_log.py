@@ -88,13 +88,13 @@ def fail_while_a_question_is_answered(rank, num_ranks):
     log.__class__ = Slow
     with suppress(MemoryError), log:
         log.agree(RowsCall("test", None, ()))
-        log._board.post({"kind": "question", "call": log._count})
+        log._channel.post({"kind": "question", "call": log._count})
         assert Slow.answers.wait(20)
         raise MemoryError
     until(lambda: not log._questions)
     dist.barrier()
     told = {}
-    log._board.answers(log._count, told)
+    log._channel.answers(log._count, told)
     return [told[rank].get("failed") for rank in range(num_ranks)]
 
 
@@ -111,7 +111,7 @@ def fail_when_asked(rank, num_ranks):
         until(lambda: log._questions)
     outcome(attend, key, rows=7 if rank == ODD else None)
     dist.barrier()
-    until(lambda: log._board._num_read == log._board._store().add("events", 0) and not log._questions)
+    until(lambda: log._channel._num_read == log._channel._store().add("events", 0) and not log._questions)
 
 
 def test_a_question_about_a_call_that_failed_is_not_kept(ranks):

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_magi import api
-from megatron_magi.comm import collective_checks, waits
-from megatron_magi.comm.store_channel import Board
+from megatron_magi.comm import collective_checks, timeouts
+from megatron_magi.comm.store_channel import StoreChannel
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.testing.spawn import run_ranks
 
@@ -28,7 +28,7 @@ ODD = 1
 
 def be_quick():
     """Shorter waits, in this process alone: the tests are many."""
-    waits.LOOK_S, waits.ASK_S, waits.BUSY_S, waits.GRACE_S = 0.1, 0.1, 0.02, 0.3
+    timeouts.LOOK_S, timeouts.ASK_S, timeouts.BUSY_S, timeouts.GRACE_S = 0.1, 0.1, 0.02, 0.3
 
 
 def new_key(group):
@@ -252,14 +252,14 @@ def count_entries(rank, num_ranks):
         step(False)
     entries, main = [], threading.get_ident()
     with pytest.MonkeyPatch.context() as patch:
-        store = Board._store
+        store = StoreChannel._store
 
-        def counted(board):
+        def counted(channel):
             if threading.get_ident() == main:
-                entries.append(board)
-            return store(board)
+                entries.append(channel)
+            return store(channel)
 
-        patch.setattr(Board, "_store", counted)
+        patch.setattr(StoreChannel, "_store", counted)
         for _ in range(5):
             step(True)
             step(False)

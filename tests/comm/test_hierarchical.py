@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.comm import nodes, waits
+from megatron_magi.comm import nodes, timeouts
 from megatron_magi.comm.collective_checks import calls_of
 from megatron_magi.comm.group_collective import (
     CastTables,
@@ -346,7 +346,7 @@ class Move(NamedTuple):
 
 def raise_on_one_rank(rank, num_ranks):
     """The others are in collectives of their nodes, and between nodes, in which it does not take part."""
-    waits.LOOK_S, waits.ASK_S, waits.BUSY_S, waits.GRACE_S = 0.1, 0.1, 0.02, 0.3
+    timeouts.LOOK_S, timeouts.ASK_S, timeouts.BUSY_S, timeouts.GRACE_S = 0.1, 0.1, 0.02, 0.3
     group = dist.group.WORLD
     args = level_args(random_transfers(num_ranks, 2, with_order=True), rank, 2)
     x = torch.zeros(20, 3)

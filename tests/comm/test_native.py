@@ -50,10 +50,10 @@ def test_the_tables_lead_each_row_to_its_place_and_back(num_ranks, seed, shift):
     x = [rng.normal(size=(n, 3)) for n in transfers.num_rows]
     bounds = transfers.peers(0)
     received = simulation.cast(ranks, x, shift, bounds.most_recv)
-    announced = simulation.announced(ranks, x, max(shift, 4), bounds.most_rows)
+    pulled = simulation.pulled(ranks, x, max(shift, 4), bounds.most_rows)
     for r, got in enumerate(received):
         np.testing.assert_array_equal(got, transfers.expected([torch.from_numpy(a) for a in x], r).numpy())
-        np.testing.assert_array_equal(announced[r], got)
+        np.testing.assert_array_equal(pulled[r], got)
     back = simulation.give_back(ranks, received, shift, bounds.most_send)
     added = simulation.add(ranks, received, x, shift, bounds.most_send)
     for r in range(num_ranks):
@@ -107,13 +107,13 @@ def test_ranks_reach_each_others_memory_on_one_host_with_hopper_gpus(said, reaso
 
 
 def meet(rank, num_ranks):
-    meeting = peers.Meeting(dist.group.WORLD)
-    assert meeting.gather({"rank": rank}) == [{"rank": r} for r in range(num_ranks)]
-    assert peers.Meeting(dist.group.WORLD).gather(rank) == list(range(num_ranks))  # another generation
-    meeting.timeout_s = 0.3
+    rendezvous = peers.Rendezvous(dist.group.WORLD)
+    assert rendezvous.gather({"rank": rank}) == [{"rank": r} for r in range(num_ranks)]
+    assert peers.Rendezvous(dist.group.WORLD).gather(rank) == list(range(num_ranks))  # another generation
+    rendezvous.timeout_s = 0.3
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"rank 1 of the group \(global rank 1\) did not arrive within 0.3 s"):
-            meeting.gather(None)
+            rendezvous.gather(None)
 
 
 def test_a_rank_that_does_not_meet_the_others_is_named(ranks):
@@ -214,7 +214,7 @@ def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, par
         f'static_assert(__INTADDR__(&static_cast<SlotRows*>(0)->units) == {slot_rows - 16}, "units");'
         f'static_assert(sizeof(Control) <= {peers._CONTROL_BYTES}, "control");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->broken) == {native._BROKEN}, "broken");'
-        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->get_call) == {native._ANNOUNCED}, "call");'
+        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->get_call) == {native._GET_CALL}, "call");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->left) == {peers._LEFT_AT}, "left");'
         f"static_assert(kMaxChunks == {native_slots.MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
         f'"bounds");static_assert(__INTADDR__(&static_cast<Notice*>(0)->part) == 16, "notice");'

@@ -77,6 +77,6 @@ def test_groups_that_wait_beside_each_other_and_nccl_do_not_keep_each_other_from
 def test_who_decides_on_a_group_knows_the_others_of_the_gpu_and_whether_graphs_hold_their_calls(monkeypatch, captured):
     others, told = [SimpleNamespace(is_captured=lambda held=held: held) for held in (False, captured)], []
     monkeypatch.setattr(native, "_of_device", lambda _: others)
-    monkeypatch.setattr(native, "Meeting", lambda group: None)
-    monkeypatch.setattr(native, "refusal_of_host", lambda meeting, device, *rest: told.append(rest) or "no")
+    monkeypatch.setattr(native, "Rendezvous", lambda group: None)
+    monkeypatch.setattr(native, "refusal_of_host", lambda rendezvous, device, *rest: told.append(rest) or "no")
     assert native._decide(None, torch.device("cuda", 0)) == (None, "no") and told == [(2, captured)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_magi.comm.impl import native
+from megatron_magi.comm.movement import SentRows
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import rows_of
 from tests.comm.random_transfers import Transfers
@@ -151,10 +152,10 @@ def test_nothing_is_sent_beside_sums_that_are_under_way(monkeypatch, is_waited_f
     monkeypatch.setattr(native, "is_capturing", lambda device: device != mover._device)
     mover._exchanges = lambda *_: [SimpleNamespace(fire=lambda *_: None)] * 2
     x = [torch.zeros(4, 64)]
-    work, _ = mover._run(native._ADD, x, None, RowLayout.of(x), [], (torch.float32, torch.float32))
+    work, _ = mover._run(native._ADD, SentRows(x, None, RowLayout.of(x)), [], (torch.float32, torch.float32))
     if is_waited_for:
         work.wait()
-    following, _ = mover._run(native._CAST, x, None, RowLayout.of(x), [])
+    following, _ = mover._run(native._CAST, SentRows(x, None, RowLayout.of(x)), [])
     assert mover._joins == (not is_waited_for) and mover._beside == 1
     following.wait()
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megatron_magi.comm.store_channel import Board
+from megatron_magi.comm.store_channel import StoreChannel
 
 
 def boards_of_two_lives(rank, num_ranks):
-    old = Board(dist.group.WORLD)
+    old = StoreChannel(dist.group.WORLD)
     old.post({"kind": "failed", "call": 1, "text": "long ago"})
     voted = old.vote(1, "digest")
     dist.barrier()
-    new = Board(dist.group.WORLD)
+    new = StoreChannel(dist.group.WORLD)
     first = new.unread()
     dist.barrier()
     return len(old.unread()), first, voted, new.vote(1, "digest")
@@ -25,16 +25,16 @@ def test_a_group_reads_nothing_of_one_that_had_its_name(ranks):
 
 
 def tell_on_boards(rank, num_ranks):
-    board, found = Board(dist.group.WORLD), []
-    concluded = board.conclude(2, f"by rank {rank}")
-    board.answer(2, {"from": rank})
+    channel, found = StoreChannel(dist.group.WORLD), []
+    concluded = channel.conclude(2, f"by rank {rank}")
+    channel.answer(2, {"from": rank})
     for done in (2, 3):
-        board.clear(done)
+        channel.clear(done)
         dist.barrier()
-        board.answers(2, known := {})
+        channel.answers(2, known := {})
         found.append(known)
         dist.barrier()
-    return concluded, board.conclusion(2), board.conclusion(3), found
+    return concluded, channel.conclusion(2), channel.conclusion(3), found
 
 
 def test_the_first_conclusion_holds_and_answers_stay_until_all_are_past_their_call(ranks):

@@ -71,6 +71,46 @@ def _set_sinks(chunks: list[torch.nn.Module], workdir: Path) -> list[torch.nn.Mo
     return chunks
 
 
+def linear_kernels(workdir: Path) -> None:
+    """Megatron's linear layers run on CPUs, with definitions of their kernels in torch."""
+    from tests.mcore import linear_kernels
+
+    linear_kernels.install()
+
+
+def tune_less(workdir: Path) -> None:
+    """Kernels of linear layers are compiled for one configuration each."""
+    from tests.mcore import linear_kernels
+
+    linear_kernels.tune_less()
+
+
+def local_gated_delta_nets(workdir: Path) -> None:
+    """As `linear_kernels`, and GPTs with gated delta nets get local layers; Megatron makes them of TE's alone."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.training.models import gpt
+
+    from megatron_magi.mcore.hybrid_spec import local_stack_spec
+
+    linear_kernels(workdir)
+
+    def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+        net = local_stack_spec(config).submodules.gdn_layer.submodules.self_attention
+        layers = [get_gpt_layer_local_submodules(normalization="RMSNorm") for _ in range(config.num_layers)]
+        for layer, is_linear in zip(layers, config.linear_attention_freq, strict=True):
+            if is_linear:
+                layer.self_attention, layer.sharded_state_dict_keys_map = net, {}
+        return TransformerBlockSubmodules(
+            layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer) for layer in layers],
+            layer_norm=layers[0].input_layernorm,
+        )
+
+    gpt.get_transformer_block_with_experimental_attention_variant_spec = block_spec
+
+
 def no_streams(workdir: Path) -> None:
     """Lets the schedule that overlaps experts' communication run on the CPU, where tensors belong to no stream."""
     if not torch.cuda.is_available():
@@ -226,6 +266,30 @@ def count_planning(workdir: Path) -> None:
         return result
 
     training.train_step = train_step
+
+
+def packed_params_made_anew(workdir: Path) -> None:
+    """Stacks of hybrid models and multi-token prediction get new parameters, made of the fields that Megatron knows."""
+    from dataclasses import fields
+
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+
+    def make_anew(owner: type) -> None:
+        stock = owner.forward
+
+        @functools.wraps(stock)
+        def forward(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+            if packed_seq_params is not None:
+                known = {f.name: getattr(packed_seq_params, f.name) for f in fields(PackedSeqParams)}
+                packed_seq_params = PackedSeqParams(**known)
+            return stock(self, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+        owner.forward = forward
+
+    for owner in (HybridStack, MultiTokenPredictionBlock):
+        make_anew(owner)
 
 
 def plain_models(workdir: Path) -> None:

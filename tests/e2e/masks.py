@@ -28,3 +28,8 @@ def fails_on_the_last_rank(batch: Microbatch) -> AttnMask:
     if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
         raise KeyError("frames")
     return prefix_lm([0], [batch.total_seqlen])
+
+
+def window_on_the_third_layer(layer_number: int) -> str | None:
+    """The third layer sees 12 tokens back, the others have the mask of the model."""
+    return "sliding_window:left=12,global_tokens=1" if layer_number == 3 else None

@@ -13,6 +13,9 @@ RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
 ODD_LENGTH = ("--seq-length", "125", "--max-position-embeddings", "125")
 EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "1e-2")
 WINDOW = ("--window-size", "16,0", "--window-attn-skip-freq", "3")
+SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules")
+INTERLEAVED = (*PIPELINE, "--hybrid-layer-pattern", "*-|*-|*-|*-")
+DISTRIBUTED_OPTIMIZER = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
 LATENT = (
     "--multi-latent-attention",
@@ -41,7 +44,19 @@ CASES = {
         "*E*E", (*ODD_LENGTH, *EXPERTS), TENSOR, 4, same_weights=True
     ),
     "pp2_cp2": hybrid("*-*-", (), (*PIPELINE, "--hybrid-layer-pattern", "*-|*-"), 4, same_weights=True),
+    "interleaved_pp2_cp2_full_recompute": hybrid("*-*-*-*-", (), (*INTERLEAVED, *RECOMPUTE), 4, same_weights=True),
+    "interleaved_pp2_cp2_multi_token_prediction": hybrid(
+        "*-*-*-*-/*-", (), (*INTERLEAVED[:-1], "*-|*-|*-|*-/*-"), 4, same_weights=True
+    ),
+    "dp2_cp2_distributed_optimizer_overlapped": hybrid("*-*-", (), DISTRIBUTED_OPTIMIZER, 4),
+    "cp2_two_sequences_a_microbatch": hybrid("*-*-", ("--micro-batch-size", "2")),
+    "cp2_selective_recompute": hybrid("*-*-", (), (*SELECTIVE, "core_attn", "mlp")),
+    "ep2_cp2_experts_selective_recompute": hybrid(
+        "*E*E", EXPERTS, ("--expert-model-parallel-size", "2", *SELECTIVE, "core_attn", "moe"), 2, same_weights=True
+    ),
     "multi_token_prediction": hybrid("*-*-/*-"),
+    "packed_params_made_anew": hybrid("*-*-/*-", before="tests.e2e.hooks:packed_params_made_anew"),
+    "multi_token_prediction_full_recompute": hybrid("*-*-/*-", (), RECOMPUTE),
     "multi_token_prediction_per_token_loss": hybrid("*-*-/*-", ("--calculate-per-token-loss",)),
     "windows": hybrid("*-*-", WINDOW, without=("--reset-attention-mask",)),
     "sink": hybrid("*-*-", ("--softmax-type", "off-by-one")),
@@ -63,10 +78,9 @@ def test_loss_curve_equals_stock_on_one_rank(name: str, runs: Runs) -> None:
     assert_same_curve(runs.magi(case), runs.stock(case))
 
 
-@pytest.mark.parametrize("letter", ["M", "G", "D"])
-def test_layers_that_need_the_order_of_tokens_are_refused_by_name(letter: str, runs: Runs) -> None:
-    with pytest.raises(LaunchError, match=rf"hybrid_layer_pattern: .* has the layers {letter} \("):
-        runs.magi(hybrid(f"*-{letter}-"))
+def test_layers_that_choose_their_keys_are_refused_by_name(runs: Runs) -> None:
+    with pytest.raises(LaunchError, match=r"hybrid_layer_pattern: .* has the layers D \("):
+        runs.magi(hybrid("*-D-"))
 
 
 def test_hybrid_of_attention_and_mlps_trains_as_a_gpt(runs: Runs) -> None:

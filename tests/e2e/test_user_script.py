@@ -37,6 +37,11 @@ def test_own_loss_of_a_script_equals_that_of_one_rank(
     assert got.records[0]["num_plans"] == 4
 
 
+def test_hybrid_model_of_a_script_equals_that_of_one_rank(runs: Runs) -> None:
+    model = ("--hybrid-layer-pattern", "*-*-/*-")
+    assert_same_curve(train(runs, 2, *model, *MAGI), train(runs, 1, *model))
+
+
 @pytest.mark.parametrize("mode", ["mean_of_microbatches", "per_token"])
 def test_multi_token_prediction_counts_the_tokens_of_the_mask_that_the_script_gives(mode: str, runs: Runs) -> None:
     model = ("--mtp-num-layers", "2", *(["--calculate-per-token-loss"] if mode == "per_token" else []))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron_magi.mcore import batch as batch_module
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
 from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.planner import Planner, checksum
+from megatron_magi.mcore.token_order import TokenOrder
 from megatron_magi.runtime.upload import PackedArrays
 
 EOD = 99
@@ -44,6 +46,53 @@ def _shards(batch: dict, cp_size: int, alignment: int = 1, eod: int | None = EOD
         planner = Planner(config, rank, cp_size, SHAPE, eod=eod)
         shards.append(BatchDispatcher(planner, None).dispatch(batch))
     return shards
+
+
+def _order_of(batch: dict, cp_size: int, **options: object) -> tuple[list[LocalBatch], torch.Tensor, TokenOrder]:
+    """Shards, their rows as a linear layer has them after its exchange, and the order that brings them into."""
+    batch_size = batch["tokens"].shape[0]
+    config, shards = MagiConfig(dispatch=DispatchConfig(alignment=batch_size, algorithm="affinity")), []
+    for rank in range(cp_size):
+        planner = Planner(config, rank, cp_size, SHAPE, **options)
+        shards.append(BatchDispatcher(planner, None).dispatch(batch))
+    rows = torch.cat([shard.tokens.t().reshape(-1) for shard in shards])
+    return shards, rows, shards[0].params.plans.order(rows.device)
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+@pytest.mark.parametrize("layout", [None, "zigzag", "contiguous"])
+@pytest.mark.parametrize(("batch_size", "cp_size"), [(1, 1), (2, 1), (1, 3), (2, 4)])
+def test_rows_of_any_layout_are_brought_into_order(
+    batch_size: int, cp_size: int, layout: str | None, foreseen: bool
+) -> None:
+    batch = _batch(batch_size, 50)
+    _, rows, order = _order_of(batch, cp_size, eod=EOD, layout=layout, has_linear_layers=foreseen)
+    num_tokens = batch_size * 50
+    assert torch.equal(order.sort(rows)[:num_tokens], batch["tokens"].reshape(-1))
+    assert torch.equal(order.unsort(order.sort(rows)), rows)
+    padded = [len(rows)] if len(rows) > num_tokens else []
+    documents = [0, *(end for _, end in _documents(batch)), *padded]
+    assert order.cu_seqlens_q.tolist() == documents
+    order.number_documents()
+    expected = [n for n, (begin, end) in enumerate(pairwise(documents)) for _ in range(begin, end)]
+    assert order.seq_idx.tolist() == [expected]
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_linear_layers_of_one_rank_run_as_in_megatron_where_sequences_are_documents(foreseen: bool) -> None:
+    for cp_size in (1, 2):
+        _, _, order = _order_of(_batch(2, 50), cp_size, has_linear_layers=foreseen)
+        assert (order is None) == (cp_size == 1)
+
+
+def test_tokens_lie_as_the_layout_says() -> None:
+    for layout, expected in (
+        ("zigzag", [[0, 1, 2, 9, 10, 0], [3, 4, 5, 6, 7, 8]]),
+        ("contiguous", [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 0]]),
+    ):
+        shards, _, _ = _order_of(_batch(1, 11), 2, layout=layout)
+        assert [shard.params.layout.positions.tolist() for shard in shards] == expected
+        assert [shard.params.plans.dispatch.padded_seqlen for shard in shards] == [12, 12]
 
 
 def _documents(batch: dict, eod: int | None = EOD) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -18,7 +19,9 @@ from torch import nn
 
 from megatron_magi.mcore import layer_spec
 from megatron_magi.mcore.core_attention import MagiCoreAttention, MagiTECoreAttention
+from megatron_magi.mcore.hybrid_spec import local_stack_spec
 from megatron_magi.mcore.layer_spec import check_attention, replace_core_attention
+from megatron_magi.mcore.linear_layers import MagiGatedDeltaNet, MagiMambaMixer
 
 
 def _core(layer: ModuleSpec) -> object:
@@ -99,15 +102,29 @@ class _Mixer(MambaMixer):
 def test_attention_that_was_not_replaced_is_named() -> None:
     model = nn.ModuleDict({"odd": _Attention(nn.Identity())})
     with pytest.raises(ValueError, match=r"transformer_layer_spec: odd .* core attention Identity"):
-        check_attention(model, cp_size=1)
+        check_attention(model)
 
 
-def test_mamba_layers_are_refused_under_context_parallelism_only() -> None:
-    _Mixer.__module__ = MambaMixer.__module__
-    model = nn.ModuleDict({"mixer": _Mixer()})
-    check_attention(model, cp_size=1)
-    with pytest.raises(ValueError, match=r"context_parallel_size: mixer .* order"):
-        check_attention(model, cp_size=2)
+class _DeltaNet(GatedDeltaNet):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+@pytest.mark.parametrize("layer", [_Mixer, _DeltaNet])
+def test_linear_layers_that_are_not_known_are_named(layer: type[nn.Module]) -> None:
+    """One derived from Megatron's, and one that comes from elsewhere than a spec; they would mix documents."""
+    with pytest.raises(ValueError, match=rf"transformer_layer_spec: mixer \({layer.__name__}\) needs the tokens in"):
+        check_attention(nn.ModuleDict({"mixer": layer()}))
+
+
+def test_linear_layers_are_replaced_in_a_copy() -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    spec = local_stack_spec(config)
+    out = replace_core_attention(spec)
+    for stack, mixers in ((spec, (MambaMixer, GatedDeltaNet)), (out, (MagiMambaMixer, MagiGatedDeltaNet))):
+        layers = stack.submodules
+        assert layers.mamba_layer.submodules.mixer.module is mixers[0]
+        assert layers.gdn_layer.submodules.self_attention.module is mixers[1]
 
 
 def test_cross_attention_and_dropout_are_refused() -> None:

@@ -13,10 +13,19 @@ from megatron_magi import envs
 from megatron_magi.backends.registry import BACKENDS
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
+from megatron_magi.mask.source import MaskSource
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
 from megatron_magi.mcore.forward_step import attention_shape
+from megatron_magi.mcore.hybrid_pattern import attention_layers, check_linear_layers
 from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, summary, with_nodes
-from megatron_magi.mcore.validate import check_layout, check_unused, settle_arguments, validate_arguments
+from megatron_magi.mcore.validate import (
+    check_layout,
+    check_masks,
+    check_packing,
+    check_unused,
+    settle_arguments,
+    validate_arguments,
+)
 from megatron_magi.plan import make_dispatch
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
@@ -70,13 +79,15 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         ([*FULL_ITERATION, "--pipeline-model-parallel-size", "2"], "cuda_graph_impl"),
         ([*FULL_ITERATION, "--qk-clip", "--bf16"], "cuda_graph_impl"),
         ([*FULL_ITERATION, "--mtp-num-layers", "1"], "cuda_graph_impl"),
+        ([*FULL_ITERATION, "--hybrid-layer-pattern", "*-*-/*-"], "cuda_graph_impl"),
         ([*FULL_ITERATION, *EXPERTS], "cuda_graph_impl"),
         (["--enable-cuda-graph"], "cuda_graph_modules"),
-        (["--hybrid-layer-pattern", "M*M*"], "hybrid_layer_pattern"),
-        (["--hybrid-layer-pattern", "*-G-", "--context-parallel-size", "1"], "hybrid_layer_pattern"),
-        (["--hybrid-layer-pattern", "*-*-/M-"], "hybrid_layer_pattern"),
-        (["--hybrid-override-pattern", "M*"], "hybrid_override_pattern"),
-        (["--experimental-attention-variant", "gated_delta_net"], "experimental_attention_variant"),
+        (["--hybrid-layer-pattern", "D*M*"], "hybrid_layer_pattern"),
+        (["--hybrid-layer-pattern", "*-D-", "--context-parallel-size", "1"], "hybrid_layer_pattern"),
+        (["--hybrid-layer-pattern", "*-*-/D-"], "hybrid_layer_pattern"),
+        (["--hybrid-override-pattern", "D*"], "hybrid_override_pattern"),
+        (["--experimental-attention-variant", "dsa"], "experimental_attention_variant"),
+        (["--hybrid-layer-pattern", "*E", "--overlap-moe-expert-parallel-comm"], "overlap_moe_expert_parallel_comm"),
         (["--hybrid-context-parallel"], "hybrid_context_parallel"),
         (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
         (["--qk-clip"], "qk_clip"),
@@ -87,12 +98,61 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         (["--fp4-format", "e2m1"], "fp4"),
         (["--magi-chunk-size", "0"], "magi_chunk_size"),
         (["--magi-overlap-degree", "-1"], "magi_overlap_degree"),
+        (["--magi-layout", "zigzag", "--magi-chunk-size", "8"], "magi_chunk_size"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         _validate(monkeypatch, *extra)
+
+
+MAMBA = ["--hybrid-layer-pattern", "M*-", "--mamba-head-dim", "16", "--mamba-num-groups", "2"]
+DELTA = ["--hybrid-layer-pattern", "*-/G-"]
+VARIANT = ["--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "2"]
+ONE_RANK = ["--context-parallel-size", "1"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ([*MAMBA, *FULL_ITERATION, *ONE_RANK], "cuda_graph_impl"),
+        ([*MAMBA, "--disable-mamba-mem-eff-path"], "disable_mamba_mem_eff_path"),
+        ([*MAMBA, "--disable-mamba-mem-eff-path", *ONE_RANK], "disable_mamba_mem_eff_path"),
+        ([*MAMBA, "--mamba-num-heads", "6", "--context-parallel-size", "4"], "mamba_num_heads"),
+        ([*MAMBA, "--mamba-num-groups", "3", "--context-parallel-size", "4"], "mamba_num_groups"),
+        ([*MAMBA, "--mamba-num-groups", "1", "--tensor-model-parallel-size", "2"], "mamba_num_groups"),
+        ([*DELTA, "--deterministic-mode"], "deterministic_mode"),
+        ([*DELTA, "--deterministic-mode", *ONE_RANK], "deterministic_mode"),
+        ([*DELTA, "--linear-num-key-heads", "2", "--tensor-model-parallel-size", "2"], "linear_num_key_heads"),
+        ([*DELTA, "--linear-num-value-heads", "3"], "linear_num_value_heads"),
+        ([*VARIANT, "--linear-num-value-heads", "3"], "linear_num_value_heads"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_linear_layers_do_not_take_is_named(monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        check_linear_layers(_parse(monkeypatch, *extra))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [*MAMBA, "--context-parallel-size", "8"],  # 8 heads; ranks share groups
+        [*MAMBA, "--mamba-num-groups", "8", "--tensor-model-parallel-size", "4"],
+        [*DELTA, "--context-parallel-size", "16"],
+        ["--hybrid-layer-pattern", "*-", "--deterministic-mode", *FULL_ITERATION],
+    ],
+)
+def test_what_linear_layers_take_passes(monkeypatch: pytest.MonkeyPatch, extra: list[str]) -> None:
+    check_linear_layers(_parse(monkeypatch, *extra))
+
+
+@pytest.mark.parametrize("extra", [[*MAMBA, "--disable-mamba-mem-eff-path"], [*DELTA, "--deterministic-mode"]])
+def test_linear_layers_of_one_rank_without_documents_run_as_in_megatron(
+    monkeypatch: pytest.MonkeyPatch, extra: list[str]
+) -> None:
+    check_linear_layers(_parse(monkeypatch, *extra, *ONE_RANK, without=("--reset-attention-mask",)))
 
 
 def test_multi_token_prediction_in_a_later_chunk_of_the_first_stage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +163,48 @@ def test_multi_token_prediction_in_a_later_chunk_of_the_first_stage_is_refused(m
     with pytest.raises(ValueError, match=r"^pipeline_model_parallel_layout: Ett\|t\|tm\|L has .*another stage"):
         check_layout(_parse(monkeypatch, *predicts, "Ett|t|tm|L"))
     check_layout(_parse(monkeypatch, *predicts[2:], "Ett|t|t|L"))
+
+
+PACKING = ["--sequence-packing-scheduler", "dp_balanced", "--calculate-per-token-loss"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        (["--micro-batch-size", "2"], "sequence_packing_scheduler: reads sample by sample"),
+        (["--reset-attention-mask"], "sequence_packing_scheduler: samples are documents"),
+        (FULL_ITERATION, "sequence_packing_scheduler: CUDA graphs"),
+        (["--tp-comm-overlap"], "tp_comm_overlap"),
+        (["--num-experts", "4"], "moe_token_dispatcher_type: allgather"),
+        (["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall", "--moe-expert-capacity-factor", "1"],
+         "moe_expert_capacity_factor"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_packed_samples_is_named(
+    monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str
+) -> None:
+    without = ("--reset-attention-mask",)
+    check_packing(_parse(monkeypatch, *PACKING, without=without))
+    with pytest.raises(ValueError, match=f"^{name}"):
+        check_packing(_parse(monkeypatch, *PACKING, *extra, without=() if extra == [*without] else without))
+    with pytest.raises(ValueError, match=r"^sequence_packing_scheduler: .* give --calculate-per-token-loss"):
+        check_packing(_parse(monkeypatch, *PACKING[:2], without=without))
+
+
+def test_the_data_set_of_later_versions_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _parse(monkeypatch, "--use-varlen-dataset")
+    assert "unrecognized arguments: --use-varlen-dataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mask", ["causal", "prefix_tree"])
+def test_masks_that_know_no_bounds_of_packed_samples_are_refused(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    args = _parse(monkeypatch, *PACKING)
+    check_masks(args, MaskSource("documents"), [], [None])
+    with pytest.raises(ValueError, match=f"^magi_mask: {mask} knows no bounds"):
+        check_masks(args, MaskSource("documents"), [MaskSource(mask)], [None])
 
 
 def test_dropout_of_a_checkpoint_cannot_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +231,20 @@ def test_captured_attention_of_several_ranks_has_one_stage(monkeypatch: pytest.M
     args.params_dtype, args.kv_channels = torch.bfloat16, 16
     overlap = magi_config(args, default).overlap
     assert (overlap.degree, overlap.one_launch) == ((1, False) if cp_size > 1 else (3, True))
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_captured_queries_do_not_travel(monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
+    travel = MagiConfig(dispatch=DispatchConfig(queries="travel"))
+    for extra, queries in ((FULL_ITERATION, "home"), ((), "auto")):
+        args = _parse(monkeypatch, *extra, "--context-parallel-size", str(cp_size))
+        args.params_dtype, args.kv_channels = torch.bfloat16, 16
+        assert magi_config(args, MagiConfig()).dispatch.queries == queries
+        if extra and cp_size > 1:
+            with pytest.raises(ValueError, match=r"^dispatch.queries: 'travel' .* captured iterations"):
+                magi_config(args, travel)
+        else:
+            assert magi_config(args, travel).dispatch.queries == "travel"
 
 
 MLA = ["--multi-latent-attention", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "12"]
@@ -182,6 +298,22 @@ def test_masks_that_cannot_be_are_named(monkeypatch: pytest.MonkeyPatch, extra: 
         layer_masks(_parse(monkeypatch, *extra))
 
 
+def test_a_prefix_tree_needs_more_than_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer_masks(_parse(monkeypatch, "--magi-mask", "prefix_tree"))
+    with pytest.raises(ValueError, match=r"^magi_mask: in a prefix_tree .* linear layers \(M, G\) have one state"):
+        layer_masks(_parse(monkeypatch, "--magi-mask", "prefix_tree", *MAMBA))
+
+
+@pytest.mark.parametrize(
+    ("extra", "layers"),
+    [([], [1, 2, 3, 4, 5]), (VARIANT, [2, 4]), ([*VARIANT, "--linear-attention-freq", "[1,0,0,1,0]"], [2, 3, 5])],
+)
+def test_layers_of_a_gpt_with_gated_delta_nets_that_have_attention(
+    monkeypatch: pytest.MonkeyPatch, extra: list[str], layers: list[int]
+) -> None:
+    assert attention_layers(_parse(monkeypatch, "--num-layers", "5", *extra)) == layers
+
+
 def first_layer_in_blocks(layer_number: int) -> str | None:
     """For `--magi-layer-masks`."""
     return "block_causal:block_size=4" if layer_number == 1 else None
@@ -214,7 +346,9 @@ def test_masks_are_those_of_the_command_line(monkeypatch: pytest.MonkeyPatch) ->
     assert every.primary.text == "sliding_window:left=8,right=0"
 
 
-@pytest.mark.parametrize("name", ["magi_mask", "magi_layer_masks", "magi_chunk_size", "magi_overlap_degree"])
+@pytest.mark.parametrize(
+    "name", ["magi_mask", "magi_layer_masks", "magi_chunk_size", "magi_overlap_degree", "magi_layout"]
+)
 def test_options_need_this_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     args = _parse(monkeypatch)
     check_unused(args)
@@ -376,3 +510,9 @@ def test_the_log_says_what_attends_and_to_what(
     args = _parse(monkeypatch, *extra, without=without)
     assert summary(args, by=None).endswith(f"torch (correct, but slow), context parallelism 2, mask: {mask}")
     assert f": {BACKENDS['cudnn'].title}, context" in summary(args, by=BACKENDS["cudnn"].title)
+
+
+def test_the_log_names_the_layout_and_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = summary(_parse(monkeypatch, "--magi-layout", "zigzag", *MAMBA), by=None)
+    assert "context parallelism 2, layout zigzag, mask: causal inside documents" in said
+    assert said.endswith("; linear layers run through documents")

@@ -17,7 +17,11 @@ from megatron.core.utils import (  # noqa: E402
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_tokenizer, pretrain  # noqa: E402
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
+from megatron.training.argument_utils import (  # noqa: E402
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage  # noqa: E402
 
@@ -95,5 +99,6 @@ def datasets_provider(num_samples, vp_stage=None):
 if __name__ == "__main__":
     datasets_provider.is_distributed = True
     parsed = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
-    configuration = pretrain_cfg_container_from_args(parsed, model_cfg=gpt_config_from_args(parsed))
+    configure = gpt_config_from_args if parsed.hybrid_layer_pattern is None else hybrid_config_from_args
+    configuration = pretrain_cfg_container_from_args(parsed, model_cfg=configure(parsed))
     pretrain(configuration, datasets_provider, ModelType.encoder_or_decoder, forward_step)

@@ -46,6 +46,17 @@ def attend(case, impl):
     return call
 
 
+def check_implementations_in_torch(case):
+    """Also with blocks of a few tokens; returns the results of the naive formula."""
+    expected = case.expected()
+    for impl in ("reference", "torch"):
+        assert_close(case.run(attend(case, impl)), expected)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        with_tiny_blocks(monkeypatch)
+        assert_close(case.run(attend(case, "torch")), expected)
+    return expected
+
+
 @settings(max_examples=80)
 @given(
     mask=masks(),
@@ -57,13 +68,9 @@ def attend(case, impl):
     scale=st.sampled_from([None, 0.8]),
 )
 def test_every_implementation_equals_the_naive_formula_in_fp64(mask, heads, head_dim_v, softcap, sink, seed, scale):
-    case = Case(mask, *heads, head_dim_v=head_dim_v, softcap=softcap, sink=sink, seed=seed, softmax_scale=scale)
-    expected = case.expected()
-    for impl in ("reference", "torch"):
-        assert_close(case.run(attend(case, impl)), expected)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        with_tiny_blocks(monkeypatch)
-        assert_close(case.run(attend(case, "torch")), expected)
+    check_implementations_in_torch(
+        Case(mask, *heads, head_dim_v=head_dim_v, softcap=softcap, sink=sink, seed=seed, softmax_scale=scale)
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -239,9 +246,11 @@ def test_the_half_precision_path_of_gpus_has_the_right_dtypes(softcap, tiny_bloc
         q, k, v = (torch.empty(20, heads, 8, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
         sink = torch.empty(1, 4, device="cuda")
         out, lse, max_logits = slice_attention_forward(
-            q, k, v, mask.bands, softcap=softcap, sink=sink, return_max_logits=True
+            q, k, v, mask.bands, softcap=softcap, sink=sink, return_max_logits=True, impl="torch"
         )
-        grads = slice_attention_backward(out, q, k, v, lse, row_delta(out, out), mask.bands, softcap=softcap)
+        grads = slice_attention_backward(
+            out, q, k, v, lse, row_delta(out, out), mask.bands, softcap=softcap, impl="torch"
+        )
     assert out.dtype == torch.bfloat16 and lse.dtype == max_logits.dtype == torch.float32
     assert [(g.dtype, g.shape) for g in grads] == [(t.dtype, t.shape) for t in (q, k, v)]
 
@@ -250,13 +259,9 @@ def test_the_half_precision_path_of_gpus_has_the_right_dtypes(softcap, tiny_bloc
 @settings(max_examples=20)
 @given(mask=masks(), sink=st.sampled_from([None, "sh", "ssh"]), softcap=st.sampled_from([0.0, 1.5]))
 def test_gpus_agree_with_the_naive_formula_in_fp64(mask, sink, softcap):
-    case = Case(mask, 2, 2, sink=sink, softcap=softcap, device="cuda")
-    expected = case.expected()
-    for impl in ("reference", "torch"):
-        assert_close(case.run(attend(case, impl)), expected)
+    expected = check_implementations_in_torch(Case(mask, 2, 2, sink=sink, softcap=softcap, device="cuda"))
     with pytest.MonkeyPatch.context() as monkeypatch:
         with_tiny_blocks(monkeypatch)
-        assert_close(case.run(attend(case, "torch")), expected)
         half = Case(mask, 2, 2, sink=sink, softcap=softcap, device="cuda", dtype=torch.bfloat16)
         assert all(value.shape == expected[name].shape for name, value in half.run(attend(half, "torch")).items())
 

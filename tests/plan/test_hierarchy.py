@@ -8,8 +8,8 @@ import pytest
 from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask.builders import causal, varlen
 from megatron_magi.plan import dispatch_from_chunks, make_plan
-from megatron_magi.plan.balance import assign_chunks
 from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.dispatch import assign_chunks
 from megatron_magi.plan.nodes import gather_in_nodes, nodes_in_use
 
 

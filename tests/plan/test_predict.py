@@ -16,16 +16,16 @@ from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_bands, dense_mask
-from megatron_magi.plan import dispatch_from_chunks, make_dispatch, make_plan, native, predict
-from megatron_magi.plan.balance import candidates, fastest, predictions
+from megatron_magi.plan import cpp_solver, dispatch_from_chunks, make_dispatch, make_plan, predict
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.counts import Counts, count
+from megatron_magi.plan.dispatch import candidates, fastest, predictions
 from megatron_magi.plan.partition import areas_by_place, partition
 
 from .test_plan import LONG, masks, uneven_lengths
 
 OVERLAP = OverlapConfig(cost=CostModel(num_heads_q=32, num_heads_kv=8))
-built = pytest.mark.skipif(not native.available(), reason="the planner in C++ is not built")
+built = pytest.mark.skipif(not cpp_solver.available(), reason="the planner in C++ is not built")
 
 
 def batch(kind: str, total: int = 65536, num_documents: int = 20, seed: int = 0) -> AttnMask:
@@ -72,7 +72,7 @@ def banded_masks(draw) -> AttnMask:
 )
 def test_counts_in_cpp_equal_those_in_python(mask, cp_size, seed, chunk, node) -> None:
     bounds, rank = scattered(mask, cp_size, seed, chunk * (LONG if mask.total_seqlen_q >= LONG else 1))
-    for ours, theirs in zip(*(c(mask, bounds, rank, cp_size, node) for c in (count, native.count)), strict=True):
+    for ours, theirs in zip(*(c(mask, bounds, rank, cp_size, node) for c in (count, cpp_solver.count)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 

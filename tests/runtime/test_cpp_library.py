@@ -4,7 +4,7 @@ import pytest
 
 from megatron_magi.backends.tiles import cpp_tiles as tiles
 from megatron_magi.cuda import launch_list
-from megatron_magi.plan import native as solver
+from megatron_magi.plan import cpp_solver as solver
 from megatron_magi.runtime import cpp_library
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks._lib.cases import Case
+from megatron_magi.backends.base import Program
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.merge import accumulate_dtype
@@ -145,25 +145,27 @@ class Block:
     def __init__(self, bands: np.ndarray, impl: str) -> None:
         self.bands, self._impl = np.array(bands), impl
         self.bands.setflags(write=False)  # so that its digest is remembered
-        self._memos = tuple(WeakValueDictionary() for _ in range(2))
+        self._program: Program | None = None
 
-    def _kernels(self, q: Tensor, v: Tensor, is_backward: bool) -> tuple:
+    def _kernels(self, q: Tensor, v: Tensor) -> tuple:
         module = resolve_impl(self._impl, q, v)
-        hints = {"memo": self._memos[is_backward]} if module.caches_passes else {}
-        return make_options(q, None, 0.0, False, 0), module, hints
+        if module.programs is not None and self._program is None:
+            makers = module.programs.new_makers()
+            self._program = module.programs.of_plan(self.bands, v.shape[0], makers, None, False, None)
+        return make_options(q, None, 0.0, False, 0), module, {} if self._program is None else {"program": self._program}
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, into: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``, merged with those before; a new out has ``dtype``."""
-        options, module, hints = self._kernels(q, v, False)
+        options, module, hints = self._kernels(q, v)
         return forward_pass((q, k, v), self.bands, options, module, None, False, dtype, into, **hints)[:2]
 
     def backward(
         self, dout: Tensor, qkv: tuple[Tensor, Tensor, Tensor], lse: Tensor, delta: Tensor, dq: Tensor | None, **shared
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``(dq, dk, dv)``; dq is added to where it is given, the others are new, in the dtype of q."""
-        options, module, hints = self._kernels(qkv[0], qkv[2], True)
+        options, module, hints = self._kernels(qkv[0], qkv[2])
         given, dtype = (dq, None, None), qkv[0].dtype
         inputs = BackwardInputs(*qkv, dout, lse, delta)
         return backward_pass(inputs, self.bands, options, module, given, dtype, **hints, **shared)
@@ -180,7 +182,7 @@ def start_dq(
     if len(blocks) == 1:
         return None, {}
     module, options = resolve_impl(impl, q, v), make_options(q, None, 0.0, False, 0)
-    if module.caches_passes and module.sums_meet(*qkv, [b.bands for b in blocks], num_keys, options):
+    if module.sums_meet(*qkv, [b.bands for b in blocks], num_keys, options):
         return torch.empty_like(q, memory_format=torch.contiguous_format), {"shared": module.shared_sums(len(blocks))}
     return torch.zeros_like(q, dtype=accumulate_dtype(q.dtype), memory_format=torch.contiguous_format), {}
 

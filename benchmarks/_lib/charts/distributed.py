@@ -11,7 +11,8 @@ from benchmarks._lib.results import Row, read_results
 
 COLORS = {
     "alone": "#dddddd", "magi": "#c8372d", "magi_stages": "#8f1f17", "magi_one_launch": "#e8743b",
-    "magi_zigzag": "#e39a94", "magi_zigzag_stages": "#f0cdb5", "ring": "#3b6fb6", "double_ring": "#7fa8d9",
+    "magi_zigzag": "#e39a94", "magi_zigzag_travel": "#b5504a", "magi_contiguous": "#efc4bf",
+    "magi_contiguous_travel": "#d17f79", "magi_zigzag_stages": "#f0cdb5", "ring": "#3b6fb6", "double_ring": "#7fa8d9",
     "all_gather": "#8c8c8c", "ulysses": "#5aa3a0", "usp": "#b8a13c", "subgroups": "#7d5a9e",
     "torch_ring": "#b8632f", "torch_all_gather": "#d99a6c",
     "two_levels": "#6a4c93", "two_levels_native": "#a78bc9",
@@ -19,6 +20,8 @@ COLORS = {
 TITLES = {
     "alone": "magi, all keys local", "magi": "magi", "magi_stages": "magi, in stages",
     "magi_one_launch": "magi, one launch", "magi_zigzag": "magi, zigzag dispatch",
+    "magi_zigzag_travel": "magi, zigzag, queries travel", "magi_contiguous": "magi, contiguous dispatch",
+    "magi_contiguous_travel": "magi, contiguous, queries travel",
     "magi_zigzag_stages": "magi, zigzag, in stages", "ring": "ring, zigzag",
     "double_ring": "double ring", "all_gather": "all-gather", "ulysses": "Ulysses", "usp": "USP",
     "subgroups": "subgroups", "torch_ring": "PyTorch, ring", "torch_all_gather": "PyTorch, all-gather",

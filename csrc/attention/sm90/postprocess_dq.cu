@@ -12,7 +12,7 @@
 
 constexpr int kColumns = HEAD_DIM / 2;  // of a piece
 
-struct FinishParams {
+struct PostprocessDqParams {
   const float4* sums;  // [num_heads, 2 halves, units] pieces; for head dim 64 transposed, see backward.cu
   void* dq;
   i64 dq_row, dq_head;  // strides, elements
@@ -21,7 +21,7 @@ struct FinishParams {
 };
 
 // One thread block: 64 rows of one head.
-extern "C" __global__ void __launch_bounds__(256) ffa_postprocess_dq(const __grid_constant__ FinishParams p) {
+extern "C" __global__ void __launch_bounds__(256) ffa_postprocess_dq(const __grid_constant__ PostprocessDqParams p) {
   if (!CONCURRENT) await_earlier_kernels();
   let_next_kernel_start();
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, half = threadIdx.x / kWarpgroupThreads;

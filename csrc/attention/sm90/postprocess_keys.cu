@@ -8,7 +8,7 @@
 
 constexpr int kColumns = HEAD_DIM / 2;  // of a piece
 
-struct FinishKeysParams {
+struct PostprocessKeysParams {
   const float4* sums;  // [tiles, key heads, dk and dv, 2 halves, 8 units] pieces
   const int4* tiles;   // x: first row; w: number of rows
   void *dk, *dv;
@@ -26,7 +26,8 @@ struct FinishKeysParams {
 };
 
 // One thread block: half the columns of one tile and head, of dk or of dv.
-extern "C" __global__ void __launch_bounds__(256) ffa_postprocess_keys(const __grid_constant__ FinishKeysParams p) {
+extern "C" __global__ void __launch_bounds__(256)
+    ffa_postprocess_keys(const __grid_constant__ PostprocessKeysParams p) {
   await_earlier_kernels();
   let_next_kernel_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

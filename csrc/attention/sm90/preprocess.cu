@@ -19,7 +19,7 @@ using Dots = RowDots<DTYPE, HEAD_DIM_V>;
 // Rows and heads of a thread block. With DELTA fewer heads: more blocks hide the memory latency better.
 constexpr int kLog2Rows = 5, kTileRows = 1 << kLog2Rows, kTileHeads = DELTA ? 8 : 32;
 
-struct PrepareParams {
+struct PreprocessParams {
   const float* lse;
   float* delta;             // input; with DELTA an output, or null
   float* lse_out;           // [packs, stats_row]: times log2 e; or lse and delta, split, 16 bytes a row
@@ -59,7 +59,7 @@ DEVICE void fill_zeros(float4* to, i64 count) {
 }
 
 // One thread block: kTileRows rows of kTileHeads heads.
-DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
+DEVICE void transpose_stats(const PreprocessParams& p, int row0, int head0) {
   __shared__ float2 tile[kTileRows][kTileHeads + 1];
   for (int i = threadIdx.x; i < kTileRows * kTileHeads; i += 256) {
     const int row = row0 + i / kTileHeads, head = head0 + i % kTileHeads;
@@ -107,7 +107,7 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
 }
 
 // Blocks past the last row and head only zero the sums. Reads are issued before the zeros, which would delay them.
-extern "C" __global__ void __launch_bounds__(256) ffa_preprocess(const __grid_constant__ PrepareParams p) {
+extern "C" __global__ void __launch_bounds__(256) ffa_preprocess(const __grid_constant__ PreprocessParams p) {
   if (!p.concurrent) {
     await_earlier_kernels();
     let_next_kernel_start();

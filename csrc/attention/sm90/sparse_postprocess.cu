@@ -13,7 +13,7 @@ using Sums = longlong4;
 using Sums = float4;
 #endif
 
-struct SparseFinishParams {
+struct SparsePostprocessParams {
   const Sums *dk_sums, *dv_sums;  // [key heads, sum_rows, columns]; see sparse_backward.cu for the order of columns
   const float* fixed_scales;      // FIXED: of dk_sums and dv_sums
   u16 *dk, *dv;
@@ -23,7 +23,7 @@ struct SparseFinishParams {
   float scale;
 };
 
-DEVICE void postprocess_part(const Sums* sums, u16* to, float factor, int which, const SparseFinishParams& p) {
+DEVICE void postprocess_part(const Sums* sums, u16* to, float factor, int which, const SparsePostprocessParams& p) {
   float4 x[4];
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
@@ -45,7 +45,8 @@ DEVICE void postprocess_part(const Sums* sums, u16* to, float factor, int which,
   reinterpret_cast<uint4*>(to)[1] = make_uint4(high[0], high[1], high[2], high[3]);
 }
 
-extern "C" __global__ void __launch_bounds__(256) ffa_sparse_postprocess(const __grid_constant__ SparseFinishParams p) {
+extern "C" __global__ void __launch_bounds__(256)
+    ffa_sparse_postprocess(const __grid_constant__ SparsePostprocessParams p) {
   await_earlier_kernels();
   const i64 item = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
   const i64 row = item / kParts % p.num_rows, head = item / kParts / p.num_rows;

@@ -7,7 +7,7 @@
 using T = DTYPE;
 constexpr int kColumns = HEAD_DIM / 2;  // of a piece
 
-struct SparseFinishDqParams {
+struct SparsePostprocessDqParams {
   const float4* sums;  // [packs, 2 halves, units] pieces
   u16* dq;
   i64 dq_row, dq_head;  // strides, elements
@@ -17,7 +17,7 @@ struct SparseFinishDqParams {
 
 // One warp: a piece. Four units a thread block.
 extern "C" __global__ void __launch_bounds__(256)
-    ffa_sparse_postprocess_dq(const __grid_constant__ SparseFinishDqParams p) {
+    ffa_sparse_postprocess_dq(const __grid_constant__ SparsePostprocessDqParams p) {
   await_earlier_kernels();
   const int lane = threadIdx.x % 32, half = threadIdx.x / kWarpgroupThreads, blocks = (p.units + 3) / 4;
   const int pack = blockIdx.x / blocks, unit = blockIdx.x % blocks * 4 + threadIdx.x / 32 % 4;

@@ -3,7 +3,7 @@
 
 #include "../../common/ptx.cuh"
 
-struct SparseStatsParams {
+struct SparsePreprocessParams {
   const float *lse, *delta;
   float *lse_out, *delta_out;  // [packs, rows, heads of a pack]: lse times log2 e
   float4* sums;                // to be zeroed
@@ -12,7 +12,8 @@ struct SparseStatsParams {
   int num_rows, rows, query_block, stats_block, log2_heads;
 };
 
-extern "C" __global__ void __launch_bounds__(256) ffa_sparse_preprocess(const __grid_constant__ SparseStatsParams p) {
+extern "C" __global__ void __launch_bounds__(256)
+    ffa_sparse_preprocess(const __grid_constant__ SparsePreprocessParams p) {
   await_earlier_kernels();
   let_next_kernel_start();
   const i64 first = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x, step = static_cast<i64>(gridDim.x) * 256;

@@ -7,7 +7,7 @@
 #include "../../common/ptx.cuh"
 #include "sparse_offsets.cuh"
 
-struct SparseTurnParams {
+struct SparseTransposeParams {
   const int* entries;        // of the lists: columns; invalid ones are skipped
   const int* offsets;        // [lists, rows + 1]: start of the list of each row; or null: each has `width` entries
   i64 head_step, list_step;  // without offsets: strides of entries between heads and between lists
@@ -26,7 +26,7 @@ struct Row {
   const int* entries;
   int count;
 
-  DEVICE Row(const SparseTurnParams& p, int list, int row) {
+  DEVICE Row(const SparseTransposeParams& p, int list, int row) {
     if (p.offsets) {
       const int* at = p.offsets + static_cast<i64>(list) * (p.num_rows + 1) + row;
       const int begin = load_offset(at, p.num_entries);
@@ -46,7 +46,7 @@ struct Row {
 // Parts 0 and 2: columns processed at a time.
 constexpr int kWindow = 8192;
 
-DEVICE void count_or_place(const SparseTurnParams& p) {
+DEVICE void count_or_place(const SparseTransposeParams& p) {
   __shared__ int columns[kWindow];
   const int list = blockIdx.x / p.chunks, chunk = blockIdx.x % p.chunks;
   const int first_row = chunk * p.chunk_rows, past_row = min(p.num_rows, first_row + p.chunk_rows);
@@ -114,7 +114,7 @@ DEVICE int sum_before(int number, int* sums) {
 }
 
 // Part 1. The last thread block to finish turns the counts of columns into starts.
-DEVICE void scan(const SparseTurnParams& p) {
+DEVICE void scan(const SparseTransposeParams& p) {
   __shared__ int sums[kThreads];
   __shared__ bool last;
   const int at = threadIdx.x % kColumns, slice = threadIdx.x / kColumns, all = p.num_lists * p.num_columns;
@@ -158,7 +158,7 @@ DEVICE void scan(const SparseTurnParams& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    ffa_sparse_transpose(const __grid_constant__ SparseTurnParams p) {
+    ffa_sparse_transpose(const __grid_constant__ SparseTransposeParams p) {
   await_earlier_kernels();
   let_next_kernel_start();
 #if PART == 1

@@ -24,17 +24,10 @@ from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, Forward
 
 
 @torch.no_grad()
-def forward(
-    inputs: ForwardInputs,
-    bands: np.ndarray,
-    options: AttnOptions,
-    output: ForwardOutput,
-    *,
-    return_max_logits: bool = False,
-) -> Tensor | None:
+def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput) -> None:
     """Attention forward; arguments as of `reference.forward`."""
     q, k, v, sink_lse = inputs
-    out, lse, accumulate = output
+    out, lse, accumulate, max_logits = output
     plan = block_plan(bands, q.shape[1], q.device)
     num_heads_kv, dtype = k.shape[1], accumulate_dtype(q.dtype)
     rows_q, rows_k, rows_v = _queries(q, num_heads_kv, options), _head_major(k), _head_major(v)
@@ -45,10 +38,10 @@ def forward(
         block_out, largest, block_lse = _attend(block, plan, rows_q, rows_k, rows_v, options)
         _put(result, block, block_out)
         _put(stats[1], block, block_lse)
-        if return_max_logits:
+        if max_logits is not None:
             _put(stats[0], block, largest)
     result = _rows(result)
-    max_logits, row_lse = (_rows(s)[..., 0] for s in stats)
+    row_max, row_lse = (_rows(s)[..., 0] for s in stats)
     if sink_lse is not None:
         merge_sink_(result, row_lse, sink_lse)
     if accumulate:
@@ -56,9 +49,8 @@ def forward(
     else:
         out.copy_(result)
         lse.copy_(row_lse)
-    if not return_max_logits:
-        return None
-    return max_logits.amax(dim=0) if len(max_logits) else max_logits.new_full(max_logits.shape[1:], -torch.inf)
+    if max_logits is not None and len(row_max):
+        max_logits.copy_(row_max.amax(dim=0))
 
 
 @torch.no_grad()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron_magi.backends.base import Backend, HostTables, StageMasks, StageTables, TableUse
 from megatron_magi.backends.cudnn import passes, plans, support
 from megatron_magi.operands.options import AttnOptions
-from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 
 
 class _Tables:
@@ -35,6 +33,9 @@ class Cudnn(Backend):
     takes_out: ClassVar[bool] = True
     tables: ClassVar[HostTables | None] = _Tables()
 
+    forward = staticmethod(passes.forward)
+    backward = staticmethod(passes.backward)
+
     def why_not(
         self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int], instead: str = "'torch'"
     ) -> str | None:
@@ -44,22 +45,3 @@ class Cudnn(Backend):
         self, options: AttnOptions, bands: np.ndarray | None = None, instead: str = "'torch'"
     ) -> str | None:
         return support.why_not_call(options, bands, instead)
-
-    @staticmethod
-    def forward(
-        inputs: ForwardInputs,
-        bands: np.ndarray,
-        options: AttnOptions,
-        output: ForwardOutput,
-        *,
-        return_max_logits: bool = False,
-        **hints: Any,
-    ) -> Tensor | None:
-        del hints
-        return passes.forward(inputs, bands, options, output, return_max_logits=return_max_logits)
-
-    @staticmethod
-    def backward(
-        inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, grads: Gradients, **hints: Any
-    ) -> None:
-        passes.backward(inputs, bands, options, grads, out=hints.get("out"))

@@ -37,19 +37,11 @@ def check(q: Tensor, v: Tensor, options: AttnOptions, bands: np.ndarray) -> None
         raise ValueError(reason)
 
 
-def forward(
-    inputs: ForwardInputs,
-    bands: np.ndarray,
-    options: AttnOptions,
-    output: ForwardOutput,
-    *,
-    return_max_logits: bool = False,
-) -> Tensor | None:
+def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput) -> None:
     """See `megatron_magi.backends.base.Backend.forward`."""
     q, k, v, sink = inputs
-    out, lse, adds = output
+    out, lse, adds, max_logits = output
     check(q, v, options, bands)
-    max_logits = q.new_full((q.shape[1],), -torch.inf, dtype=lse.dtype) if return_max_logits else None
     if not plans.facts_of(bands).sees:
         if not adds:
             out.zero_()
@@ -67,7 +59,6 @@ def forward(
                 out.copy_(part)
     if sink is not None:
         merge_sink_(out, lse, sink)
-    return max_logits
 
 
 def backward(

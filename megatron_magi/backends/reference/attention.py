@@ -13,20 +13,10 @@ from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, Forward
 
 
 @torch.no_grad()
-def forward(
-    inputs: ForwardInputs,
-    bands: np.ndarray,
-    options: AttnOptions,
-    output: ForwardOutput,
-    *,
-    return_max_logits: bool = False,
-) -> Tensor | None:
-    """Writes attention over ``bands`` to ``output``, or merges it into that; arguments are already checked.
-
-    Returns the largest visible logit of each head, ``[num_heads_q]``, if asked for.
-    """
+def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput) -> None:
+    """Writes attention over ``bands`` to ``output``, or merges it into that; arguments are already checked."""
     q, k, v, sink_lse = inputs
-    out, lse, accumulate = output
+    out, lse, accumulate, max_logits = output
     visible = _visible(bands, q, k)
     q, k, v = _operands(q, k, v, visible)
     logits, _ = _logits(q, k, visible, options)
@@ -41,11 +31,8 @@ def forward(
     else:
         out.copy_(result)
         lse.copy_(row_lse.t())
-    if not return_max_logits:
-        return None
-    if logits.numel() == 0:
-        return logits.new_full((q.shape[0],), -torch.inf)
-    return logits.amax(dim=(1, 2))
+    if max_logits is not None and logits.numel():
+        max_logits.copy_(logits.amax(dim=(1, 2)))
 
 
 @torch.no_grad()

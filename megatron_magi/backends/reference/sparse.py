@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.operands.merge import accumulate_dtype
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 
@@ -46,19 +47,13 @@ def packed_heads(group: int) -> int:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: SparsePattern,
-    softmax_scale: float,
-    *,
-    sink_lse: Tensor | None,
-    return_max_logits: bool,
+    inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``(out, lse, max_logits)`` of checked arguments; differentiable.
 
-    ``sink_lse``: ``[num_heads_q]`` or ``[num_rows, num_heads_q]``.
+    The log-sum-exp of sinks is ``[num_heads_q]`` or ``[num_rows, num_heads_q]``.
     """
+    q, k, v, sink_lse = inputs
     dtype, group = accumulate_dtype(q.dtype), q.shape[1] // k.shape[1]
     counts = multiplicity(pattern, q.shape[0], k.shape[0])
     counts = counts.repeat_interleave(q.shape[1] // counts.shape[0], 0)
@@ -78,16 +73,11 @@ def forward(
 
 
 def backward(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    lse: Tensor,
-    delta: Tensor,
-    pattern: SparsePattern,
-    softmax_scale: float,
-    deterministic: bool,
+    inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of q, k, v, dout; ``lse`` and ``delta``, rowsum(dout * out), as the forward left them."""
+    """``(dq, dk, dv)`` of checked arguments; lse and delta, rowsum(dout * out), as the forward left them."""
     del deterministic
-    q, k, v, dout = tensors
+    q, k, v, dout, lse, delta = inputs
     dtype, heads_kv = accumulate_dtype(q.dtype), k.shape[1]
     counts = multiplicity(pattern, q.shape[0], k.shape[0])
     counts = counts.repeat_interleave(q.shape[1] // counts.shape[0], 0)

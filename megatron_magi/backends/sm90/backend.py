@@ -16,13 +16,14 @@ from megatron_magi.backends.base import (
     HostTables,
     Kernels,
     KeyTransfer,
+    ModelKind,
     Programs,
     Sparse,
     StageMasks,
     StageTables,
     TableUse,
 )
-from megatron_magi.backends.sm90 import attention, fused_forward, program, sparse, support
+from megatron_magi.backends.sm90 import attention, mask_numbers, program, sparse, support
 from megatron_magi.backends.sm90 import kernels as sm90_kernels
 from megatron_magi.backends.sm90.changing_mask import StaticMask, StaticMemory
 from megatron_magi.backends.sm90.host_tables import make_stage_tables
@@ -55,22 +56,15 @@ class _Programs:
         return program.backward_pays(dims)
 
     def first_fetched(self, num_keys: int) -> int:
-        return fused_forward.first_arriving(num_keys)
+        return mask_numbers.first_arriving(num_keys)
 
     def new_makers(self) -> LruCache[tuple, Maker]:
         return program.new_makers()
 
     def of_tensors(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        bands: np.ndarray,
-        options: AttnOptions,
-        max_logits: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, bands: np.ndarray, options: AttnOptions
     ) -> LaunchProgram | None:
-        return attention.one_launch(q, k, v, sink, bands, options, max_logits)
+        return attention.one_launch(q, k, v, bands, options)
 
     def of_plan(
         self,
@@ -110,7 +104,6 @@ class Sm90(Backend):
 
     name: ClassVar[str] = "ffa"
     title: ClassVar[str] = "Hopper kernels"
-    caches_passes: ClassVar[bool] = True
     tables: ClassVar[HostTables | None] = _Tables()
     programs: ClassVar[Programs | None] = _Programs()
     capture: ClassVar[Capture | None] = _Capture()
@@ -133,15 +126,8 @@ class Sm90(Backend):
         return support.kernels_exist(device, dtype, dims)
 
     @staticmethod
-    def kernels(
-        dtype: torch.dtype,
-        dims: tuple[int, int],
-        group: int,
-        *,
-        deterministic: bool,
-        fused: bool = False,
-        captured: bool = False,
-    ) -> Kernels:
+    def kernels(model: ModelKind, *, fused: bool = False, captured: bool = False) -> Kernels:
+        dtype, dims, group, deterministic = model
         return needed_kernels(dtype, dims, group, deterministic=deterministic, stream_kv=fused, captured=captured)
 
     @staticmethod

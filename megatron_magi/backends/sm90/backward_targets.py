@@ -99,6 +99,10 @@ class Targets(NamedTuple):
                 grad.copy_(grad + computed if target.is_added else computed)
 
 
+DIRECT = Targets(Target(), Target(), Target(), STORE_HALF, STORE_HALF)
+"""The kernels write all gradients, in the dtype of q."""
+
+
 def _query_target(grad: Layout, columns: int, dtype: torch.dtype, adds: bool) -> tuple[int, Target]:
     """How dq is stored, and where to; ``columns``: those that the kernels write."""
     if grad.shape[2] != columns and grad.dtype == dtype and not adds:

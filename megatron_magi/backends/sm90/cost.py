@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_magi.rates import KernelCosts, Rates
+from megatron_magi.cost_model import KernelCosts, Rates
 
 KERNELS = KernelCosts(
     num_sms=132,

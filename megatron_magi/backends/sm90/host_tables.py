@@ -27,10 +27,10 @@ from megatron_magi.backends.sm90.choices import (
     query_tiles,
     sums_meet,
 )
-from megatron_magi.backends.sm90.fused_backward import backward_numbers
-from megatron_magi.backends.sm90.fused_forward import (
+from megatron_magi.backends.sm90.mask_numbers import (
     MaskNumbers,
     PassShape,
+    backward_numbers,
     forward_numbers,
     key_tiling,
     row_tiling,
@@ -160,7 +160,7 @@ def _pass_shapes(masks: StageMasks, use: TableUse, problem: Problem) -> PassShap
     if not masks.is_fused and not masks.is_alone:
         return None
     forward = PassShape(
-        problem._replace(num_keys=masks.num_rows + masks.num_fetched), masks.num_fetched, use.num_sms,
+        problem._replace(num_keys=masks.num_keys[0] + masks.num_fetched), masks.num_fetched, use.num_sms,
         use.sm_margins[0], use.deterministic,
     )  # fmt: skip
     backward = forward._replace(sm_margin=use.sm_margins[1])
@@ -229,7 +229,7 @@ def make_gated_tables(
     """`make_tables` of passes with fetched keys; no tables if this rank fetches none.
 
     Args:
-        bands: over keys indexed as in `fused_forward`.
+        bands: over keys indexed as in `mask_numbers`.
         shapes: of the passes.
         backward, planner: as in `make_tables`.
     """

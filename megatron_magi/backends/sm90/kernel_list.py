@@ -51,9 +51,9 @@ def needed_kernels(
         found.append(("preprocess", hopper_kernels.delta_macros(dtype, dims[1])))
     if whole and not deterministic:
         found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, True, stream_kv)))
-        found.append(("postprocess_dq", hopper_kernels.finish_dq_macros(dtype, dims[0], stream_kv)))
+        found.append(("postprocess_dq", hopper_kernels.postprocess_dq_macros(dtype, dims[0], stream_kv)))
         if group > 1:  # only query heads that share a key head are split
-            found.append(("postprocess_keys", hopper_kernels.finish_keys_macros(dtype, dims[0], stream_kv)))
+            found.append(("postprocess_keys", hopper_kernels.postprocess_keys_macros(dtype, dims[0], stream_kv)))
     packs = math.gcd(group, KERNELS.most_packed_heads) > 1
     if whole and (deterministic or packs or dims[0] == 128):  # as in `choices.sums_pay`
         found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, False, stream_kv)))

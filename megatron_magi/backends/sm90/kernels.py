@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from functools import cache
 
@@ -11,6 +12,7 @@ from megatron_magi.backends.sm90.cost import KERNELS
 from megatron_magi.cuda import build as hopper_build
 from megatron_magi.cuda import driver as hopper_driver
 from megatron_magi.cuda.driver import Kernel
+from megatron_magi.cuda.params import kernel_params
 
 FORWARD_TILES = {
     (64, 64): ((128, 128), (192, 128)),
@@ -23,7 +25,7 @@ FORWARD_TILES = {
 faster depends on the mask, see `forward_tile`.
 """
 WHOLE_DIMS = ((64, 64), (128, 128))
-"""Head dims whose backward can be one kernel, which accumulates dq in device memory; see `backward.backward`."""
+"""Head dims whose backward can be one kernel, which accumulates dq in device memory; see `backward_steps`."""
 
 PART_TILES = {(192, 128): (64, 128), (256, 256): (64, 64)}
 """Head dims whose backward is always two kernels: for dk and dv, with keys of a tile and queries of a block; for dq."""
@@ -85,7 +87,7 @@ def forward_macros(
         tile: one of `FORWARD_TILES`.
         softcap: logits are capped.
         stream_kv: some keys are fetched while it runs.
-        captured: the mask's numbers are read from memory, see `static_plan`.
+        captured: the mask's numbers are read from memory, see `changing_mask`.
     """
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"GROUPS={tile[0] // 64}", f"BLOCK_N={tile[1]}",
@@ -147,14 +149,14 @@ def _if_stream_kv(stream_kv: bool) -> tuple[str, ...]:
     return ("STREAM_KV=1",) if stream_kv else ()
 
 
-def finish_keys_macros(
+def postprocess_keys_macros(
     dtype: torch.dtype, head_dim: int, stream_kv: bool = False, captured: bool = False
 ) -> tuple[str, ...]:
     """Macros of a kernel that finishes dk and dv; ``stream_kv`` and ``captured`` as in `forward_macros`."""
     return (f"HEAD_DIM={head_dim}", element(dtype), *_if_stream_kv(stream_kv), *if_captured(captured))
 
 
-def finish_dq_macros(dtype: torch.dtype, head_dim: int, concurrent: bool = False) -> tuple[str, ...]:
+def postprocess_dq_macros(dtype: torch.dtype, head_dim: int, concurrent: bool = False) -> tuple[str, ...]:
     """Macros of a kernel that finishes dq; ``concurrent``: it runs while another kernel sends dk and dv."""
     return (f"HEAD_DIM={head_dim}", element(dtype), *(("CONCURRENT=1",) if concurrent else ()))
 
@@ -192,8 +194,8 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
                 ("backward", backward_macros(dtype, dims, False, True, stream_kv)),
                 ("backward", backward_macros(dtype, dims, False, False, stream_kv)),
                 ("backward_queries", queries_macros(dtype, dims, False, stream_kv)),
-                ("postprocess_keys", finish_keys_macros(dtype, dim, stream_kv)),
-                ("postprocess_dq", finish_dq_macros(dtype, dim, stream_kv)),
+                ("postprocess_keys", postprocess_keys_macros(dtype, dim, stream_kv)),
+                ("postprocess_dq", postprocess_dq_macros(dtype, dim, stream_kv)),
             ]
         found += [
             ("preprocess", delta_macros(dtype, dim)),
@@ -205,6 +207,20 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
 def source_of(name: str) -> str:
     """Path of a kernel's source, relative to the source folder."""
     return f"attention/sm90/{name}.cu"
+
+
+def params(
+    name: str, *, stream_kv: bool = False, captured: bool = False, delta: bool = False
+) -> type[ctypes.Structure]:
+    """The parameters of a kernel, read from its source.
+
+    Args:
+        name: of the kernel.
+        stream_kv, captured: as in `forward_macros`.
+        delta: as of `delta_macros`.
+    """
+    chosen = {"STREAM_KV=1": stream_kv, "CAPTURED=1": captured, "DELTA=1": delta}
+    return kernel_params(source_of(name), tuple(macro for macro, there in chosen.items() if there))
 
 
 @cache

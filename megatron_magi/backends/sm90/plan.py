@@ -113,7 +113,6 @@ class DevicePlan:
         memory: int32 tensor that holds all tables.
         ready: completion of their copy; None if complete.
         charged_bytes: device memory that this plan keeps alive, if more than ``memory``.
-        splits: results of `group_splits`.
         schedules: results of `schedule_of`.
     """
 
@@ -121,9 +120,8 @@ class DevicePlan:
     memory: Tensor
     ready: Ready | None = None
     charged_bytes: int | None = None
-    splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
     schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
-    is_static: ClassVar[bool] = False  # kernels read the mask's numbers from memory, see `static_plan`
+    is_static: ClassVar[bool] = False  # kernels read the mask's numbers from memory, see `changing_mask`
 
     def make_schedule(self, key: ScheduleKey) -> DeviceSchedule:
         """The schedule of a `schedule_key`."""
@@ -349,14 +347,3 @@ def schedule_of(
     if key not in plan.schedules:
         plan.schedules[key] = plan.make_schedule(key)
     return plan.schedules[key]
-
-
-def group_splits(plan: DevicePlan, num_heads_kv: int, group: int, num_sms: int) -> int:
-    """Splits of the query heads of a group in the backward in parts, so that no SM idles.
-
-    Parts of a group add their dk and dv in fp32, so a group is split only if that is faster.
-    """
-    key = (num_heads_kv, group, num_sms)
-    if key not in plan.splits:
-        plan.splits[key] = hopper_schedule.best_splits(plan.host.costs, num_heads_kv, group, num_sms)
-    return plan.splits[key]

@@ -197,7 +197,7 @@ def _schedule(work: _Work, division: _Division) -> Schedule:
     *sections, split = _sections([tiles[tiles < num_split] for tiles in documents], costs) or [split]
     alone = len(heads) - _heads_together(costs[np.sort(split)], len(heads), num_sms)
     parts = [_section(unsplit, [head], group) for head in work.first_heads]
-    parts += [_section(tiles, [head], width) for tiles in sections for head in heads]
+    parts += [_by_head(tiles, heads, width) for tiles in sections]
     of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
     parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone]]
     parts.append(_section(np.sort(split), heads[alone:], width))
@@ -238,6 +238,14 @@ def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
     heads = np.asarray(first_heads, dtype=np.int64) + (num_heads << 16)
     items = np.zeros((len(tiles) * len(heads), 4), dtype=np.int64)
     items[:, 0], items[:, 1] = np.repeat(tiles, len(heads)), np.tile(heads, len(tiles))
+    return items
+
+
+def _by_head(tiles: np.ndarray, first_heads: Sequence[int], num_heads: int) -> np.ndarray:
+    """Items of some tiles and heads, head by head."""
+    items = np.zeros((len(tiles) * len(first_heads), 4), dtype=np.int64)
+    items[:, 0] = np.tile(tiles, len(first_heads))
+    items[:, 1] = np.repeat(np.asarray(first_heads, dtype=np.int64) + (num_heads << 16), len(tiles))
     return items
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.sm90 import sparse_kernels as kernels
+from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.sparse_backward import backward_by_keys, backward_by_tiles, may_add_dq
 from megatron_magi.backends.sm90.sparse_lists import lists_of
-from megatron_magi.backends.sm90.sparse_params import SparseForwardParams
 from megatron_magi.backends.sm90.support import (
     LOG2_E,
     in_dtype,
@@ -22,6 +22,7 @@ from megatron_magi.backends.sm90.support import (
 from megatron_magi.backends.sm90.support import why_not as why_no_kernels
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern
 
 
@@ -46,20 +47,14 @@ def packed_heads(group: int) -> int:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: SparsePattern,
-    softmax_scale: float,
-    *,
-    sink_lse: Tensor | None,
-    return_max_logits: bool,
+    inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``(out, lse, max_logits)`` of checked arguments; see `megatron_magi.backends.reference.sparse.forward`.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
+    q, k, v, sink_lse = inputs
     _check_support(q, v)
     num_rows, num_heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -76,7 +71,7 @@ def forward(
     groups = kernels.forward_groups(group, pattern.q_block)
 
     def make() -> Launch:
-        params = SparseForwardParams(
+        params = params_of("sparse_forward")(
             tiles=kernels.cut_tiles(q, k, pattern, groups),
             k_row=k.stride(0), k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
             out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
@@ -109,19 +104,14 @@ def forward(
 
 
 def backward(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    lse: Tensor,
-    delta: Tensor,
-    pattern: SparsePattern,
-    softmax_scale: float,
-    deterministic: bool,
+    inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of q, k, v, dout; see `megatron_magi.backends.reference.sparse.backward`.
+    """``(dq, dk, dv)`` of checked arguments; see `megatron_magi.backends.reference.sparse.backward`.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported, or lists of blocks have 2^31 numbers or more.
     """
-    q, k, v, dout = tensors
+    q, k, v, dout, lse, delta = inputs
     _check_support(q, v)
     if not q.shape[0] or not k.shape[0]:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

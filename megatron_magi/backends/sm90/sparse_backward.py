@@ -16,14 +16,8 @@ from torch import Tensor
 from megatron_magi.backends.sm90 import sparse_kernels as kernels
 from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.kernels import element
+from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.sparse_lists import Lists, lists_of_queries
-from megatron_magi.backends.sm90.sparse_params import (
-    SparseBackwardParams,
-    SparseFinishDqParams,
-    SparseFinishParams,
-    SparseKeysParams,
-    SparseStatsParams,
-)
 from megatron_magi.backends.sm90.support import LOG2_E, grid_size, launch_counter, sm_count
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
@@ -147,7 +141,7 @@ def backward_by_tiles(
     sums = torch.zeros((2, heads_kv, sum_rows if indexed else 0, dim), dtype=dtype, device=q.device)
 
     def make() -> Launch:
-        params = SparseBackwardParams(
+        params = params_of("sparse_backward")(
             tiles=kernels.cut_tiles(q, k, pattern),
             k_row=k.stride(0), k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
@@ -217,7 +211,7 @@ def backward_by_keys(
     def make() -> Launch:
         tiles = kernels.cut_tiles(q, k, pattern)
         tiles.num_items = parts.count * heads_kv * pieces
-        params = SparseKeysParams(
+        params = params_of("sparse_backward_keys")(
             tiles=tiles, stats_rows=rows.stats_rows, stats_block=rows.stats_block,
             units=rows.units, block_units=rows.block_units,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
@@ -263,7 +257,7 @@ def _packed_stats(lse: Tensor, delta: Tensor, rows: _Rows, sums: Tensor, stream:
     count = rows.stats_rows * num_heads
 
     def make() -> Launch:
-        params = SparseStatsParams(
+        params = params_of("sparse_preprocess")(
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
             count=count, num_rows=num_rows, rows=rows.stats_rows, query_block=rows.q_block,
             stats_block=rows.stats_block, log2_heads=rows.log2_heads, num_sums=sums.numel() // 4,
@@ -289,7 +283,7 @@ def _finished_dq(sums: Tensor, q: Tensor, rows: _Rows, softmax_scale: float, str
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     def make() -> Launch:
-        params = SparseFinishDqParams(
+        params = params_of("sparse_postprocess_dq")(
             dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, units=rows.units,
             block_units=rows.block_units, query_block=rows.q_block, log2_heads=rows.log2_heads, scale=softmax_scale,
         )  # fmt: skip
@@ -312,12 +306,12 @@ def _finished(
     num_keys, heads, dim = k.shape
 
     def make() -> Launch:
-        params = SparseFinishParams(
+        params = params_of("sparse_postprocess")(
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
             sum_rows=sums.shape[2], num_rows=num_keys, heads=heads, scale=softmax_scale,
         )  # fmt: skip
         blocks = num_blocks(num_keys * heads * dim, _FINISHED_ELEMENTS)
-        return Launch(kernels.finish_kernel(k.device, k.dtype, dim, scales is not None), blocks, params)
+        return Launch(kernels.postprocess_kernel(k.device, k.dtype, dim, scales is not None), blocks, params)
 
     launch = prepared(("sparse_postprocess", k.device, k.dtype, k.shape, softmax_scale, scales is None), make)
     with launch.lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor
 
 from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.kernels import element
-from megatron_magi.backends.sm90.sparse_params import SparseTiles
 from megatron_magi.backends.sm90.support import loadable
 from megatron_magi.cuda import build, driver
 from megatron_magi.cuda.driver import Kernel
+from megatron_magi.cuda.params import struct
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 DIMS = ((64, 64), (128, 128))
@@ -67,7 +68,7 @@ def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ())
     return _load(device, name, defines, 256, 0)
 
 
-def finish_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
+def postprocess_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
     """Converts sums of dk and dv, fixed-point if ``fixed``, to gradients."""
     return small_kernel(device, "sparse_postprocess", (f"HEAD_DIM={dim}", f"FIXED={int(fixed)}", element(dtype)))
 
@@ -94,7 +95,7 @@ def query_box(t: Tensor, group: int) -> tuple[Tensor, int, int]:
     return t, PIECE // heads, heads
 
 
-def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, groups: int = 2) -> SparseTiles:
+def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, groups: int = 2) -> ctypes.Structure:
     """The tiles of queries, and the parameters of the pattern except its lists."""
     num_rows, heads_kv = q.shape[0], k.shape[1]
     group = q.shape[1] // heads_kv
@@ -102,7 +103,7 @@ def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, groups: int = 2) -> 
     query_blocks = num_blocks(num_rows, pattern.q_block)
     block_tiles = num_blocks(pattern.q_block, groups * PIECE // heads)
     packs = group // heads
-    return SparseTiles(
+    return struct("attention/sm90/sparse_tiles.cuh", "SparseTiles")(
         num_items=heads_kv * packs * query_blocks * block_tiles, query_blocks=query_blocks, block_tiles=block_tiles,
         packs=packs, heads_kv=heads_kv, list_heads=pattern.num_lists, query_block=pattern.q_block,
         key_block=pattern.k_block, key_blocks=num_blocks(k.shape[0], pattern.k_block),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.sparse_kernels import small_kernel
-from megatron_magi.backends.sm90.sparse_params import SparseListsParams, SparseTiles, SparseTurnParams
 from megatron_magi.backends.sm90.support import launch_counter
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
@@ -34,7 +35,7 @@ class Lists:
     counts: Tensor | None = None
     offsets: Tensor | None = None
 
-    def point(self, tiles: SparseTiles, counter: Tensor) -> None:
+    def point(self, tiles: ctypes.Structure, counter: Tensor) -> None:
         """Sets the addresses of the lists, and of the counter of the persistent scheduler."""
         tiles.counter = counter.data_ptr()
         tiles.entries = self.entries.data_ptr()
@@ -79,7 +80,7 @@ def lists_of_mask(mask: Tensor) -> Lists:
 
     def make() -> Launch:
         head_stride, row_stride, column_stride = mask.stride()
-        params = SparseListsParams(
+        params = params_of("sparse_lists")(
             head_stride=head_stride, row_stride=row_stride, column_stride=column_stride,
             num_rows=rows, num_columns=columns, num_lists=lists * rows,
         )  # fmt: skip
@@ -117,7 +118,7 @@ def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int,
     steps, width = (entries.stride()[:2], entries.shape[-1]) if offsets is None else ((0, 0), 0)
 
     def make(part: int) -> Launch:
-        params = SparseTurnParams(
+        params = params_of("sparse_transpose")(
             head_step=steps[0], list_step=steps[1], width=width, num_lists=num_lists,
             num_rows=rows, num_columns=columns, chunks=chunks, chunk_rows=chunk_rows,
         )  # fmt: skip

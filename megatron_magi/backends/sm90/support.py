@@ -8,13 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.backends.sm90 import tuning
-from megatron_magi.backends.sm90.choices import Problem, heads_together, make_problem
+from megatron_magi.backends.sm90.choices import Problem, make_problem
 from megatron_magi.backends.sm90.kernels import BACKWARD_DIMS, DIM_UNIT, kernel_dims
-from megatron_magi.backends.sm90.plan import DevicePlan
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.mask import bands as bd
-from megatron_magi.operands.options import AttnOptions
 from megatron_magi.runtime.graph_capture import is_capturing
 
 LOG2_E = 1.4426950408889634
@@ -76,13 +73,6 @@ def grid_size(device: torch.device, num_items: int, sm_margin: int) -> int:
     return max(1, min(num_items, sm_count(device) - sm_margin))
 
 
-def may_overlap(options: AttnOptions) -> bool:
-    """Whether a kernel is launched as a programmatic dependent: not with an SM margin, whose SMs its blocks would
-    occupy while they wait.
-    """
-    return not options.sm_margin
-
-
 def launch_counter(device: torch.device, stream: int) -> Tensor:
     """The `work_counter` of a stream. While capturing, a new one, which the graph sets to zero: graphs may be replayed
     in any order and concurrently.
@@ -110,22 +100,24 @@ def seen_rows(bands: np.ndarray) -> tuple[int, int]:
     return int(bands[:, bd.Q1].max(initial=1)), int(bands[:, bd.K1].max(initial=1))
 
 
-def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Parameters by which a kernel over query tiles orders its work.
+WAITING = {"arrival_barrier.num_rows": "later.num_rows", "arrival_barrier.part_rows": "later.part_rows"}
+"""Parameters that depend on the mask, of a kernel that waits for fetched keys, with the names of the numbers."""
 
-    Packed heads count as one. A section of heads is whole groups whose keys and values fit in the L2 cache; tiles with
-    more blocks than fit start together on all SMs (keep_together).
+
+def of_tables(name: str, captured: bool) -> dict[str, str]:
+    """Parameters that depend on the mask, of every kernel that reads tables, with the names of the numbers.
+
+    Args:
+        name: prefix of these names.
+        captured: the kernel reads the mask's numbers from memory, see `changing_mask`.
     """
-    num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
-    together = heads_together(k.shape[0], num_kv, row_bytes)
-    packs = num_heads // plan.packed
-    group = packs // num_kv
+    found = {f"plan.{field}": f"{name}.{field}" for field in ("tiles", "segments", "bounds", "step")}
+    return {**found, "plan.numbers": f"{name}.numbers", "counter": f"{name}.counter"} if captured else found
+
+
+def of_rows(name: str, captured: bool, waits: bool = False) -> dict[str, str]:
+    """The same of a kernel over tiles of queries; ``waits``: for fetched keys."""
+    fields = ("num_tiles", "num_heads", "group", "head_section", "log2_packed", "long_blocks")
     return {
-        "num_heads": packs, "group": group, "head_section": together * group,
-        "log2_packed": plan.log2_packed, "long_blocks": -(-tuning.L2_BYTES // (block_n * row_bytes)),
+        **of_tables(name, captured), **{field: f"{name}.{field}" for field in fields}, **(WAITING if waits else {})
     }  # fmt: skip
-
-
-def query_box(t: Tensor, count: int, plan: DevicePlan) -> tuple[Tensor, int, int]:
-    """The box of a tensor map of queries, ``count`` rows of packed heads: the tensor, rows and heads of a box."""
-    return t, count // plan.packed, plan.packed

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_magi.backends.tiles import costs as tile_costs
-from megatron_magi.backends.tiles.cuts import tile_starts
 from megatron_magi.backends.tiles.passes import assign_passes
+from megatron_magi.backends.tiles.tile_starts import tile_starts
 from megatron_magi.mask import bands as bd
 
 Int32Array = NDArray[np.int32]

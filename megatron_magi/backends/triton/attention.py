@@ -38,21 +38,15 @@ def sparse_kernels() -> ModuleType:
 
 
 @torch.no_grad()
-def forward(
-    inputs: ForwardInputs,
-    bands: np.ndarray,
-    options: AttnOptions,
-    output: ForwardOutput,
-    *,
-    return_max_logits: bool = False,
-) -> Tensor | None:
+def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput) -> None:
     """See `megatron_magi.backends.base.Backend.forward`."""
     q, k, v, sink_lse = inputs
     q, k, v = (readable(x) for x in (q, k, v))
-    out, lse, merges = output
+    out, lse, merges, max_logits = output
     (num_rows, num_heads, _), num_keys = q.shape, k.shape[0]
-    dtype = torch.float32
-    row_max = torch.empty_strided(lse.shape, lse.stride(), dtype=dtype, device=q.device) if return_max_logits else lse
+    row_max = lse
+    if max_logits is not None:
+        row_max = torch.empty_strided(lse.shape, lse.stride(), dtype=torch.float32, device=q.device)
     found, tables = _launch("forward", q, k, v, bands, options)
     scale, cap = _logit_factors(options)
     sink = lse if sink_lse is None else sink_lse.expand(lse.shape)
@@ -62,11 +56,10 @@ def forward(
             tables.tiles, tables.passes, tables.bounds, num_rows, num_keys, num_heads,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], *lse.stride(), *sink.stride(),
             scale, cap, **_shape(q, k, v, found), CAPPED=bool(options.softcap), HAS_SINK=sink_lse is not None,
-            MERGES=merges, KEEPS_MAX=return_max_logits,
+            MERGES=merges, KEEPS_MAX=max_logits is not None,
         )  # fmt: skip
-    if not return_max_logits:
-        return None
-    return row_max.amax(dim=0) if num_rows else row_max.new_full((num_heads,), -torch.inf)
+    if max_logits is not None and num_rows:
+        torch.amax(row_max, dim=0, out=max_logits)
 
 
 @torch.no_grad()

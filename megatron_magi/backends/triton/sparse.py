@@ -14,6 +14,7 @@ from megatron_magi.backends.triton import support
 from megatron_magi.backends.triton.attention import LOG2_E, readable, sparse_kernels
 from megatron_magi.backends.triton.sparse_lists import lists_of, lists_of_queries
 from megatron_magi.backends.triton.tuning import Kernel, Sizes, padded, sparse_sizes
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 _INSTEAD = "'reference', which takes the memory of dense logits"
@@ -33,20 +34,14 @@ def packed_heads(group: int) -> int:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: SparsePattern,
-    softmax_scale: float,
-    *,
-    sink_lse: Tensor | None,
-    return_max_logits: bool,
+    inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``(out, lse, max_logits)`` of checked arguments; see `megatron_magi.backends.reference.sparse.forward`.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
+    q, k, v, sink_lse = inputs
     _check_support(q, v)
     num_rows, num_heads, _ = q.shape
     out = q.new_empty((num_rows, num_heads, v.shape[2]))
@@ -67,20 +62,15 @@ def forward(
 
 
 def backward(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    lse: Tensor,
-    delta: Tensor,
-    pattern: SparsePattern,
-    softmax_scale: float,
-    deterministic: bool,
+    inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of q, k, v, dout; see `megatron_magi.backends.reference.sparse.backward`.
+    """``(dq, dk, dv)`` of checked arguments; see `megatron_magi.backends.reference.sparse.backward`.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
     del deterministic
-    q, k, v, dout = tensors
+    q, k, v, dout, lse, delta = inputs
     _check_support(q, v)
     if not q.shape[0] or not k.shape[0]:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

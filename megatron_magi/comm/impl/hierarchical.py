@@ -10,7 +10,7 @@ waits; on CPUs when the result is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, cached_property
 from types import ModuleType
@@ -20,7 +20,7 @@ import torch
 
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.level_args import LevelArgs
-from megatron_magi.comm.movement import Adder, PlacingMover, Started
+from megatron_magi.comm.movement import Adder, PlacingMover, SentRows, Started
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import can_add
 
@@ -45,15 +45,18 @@ class Hierarchical:
         """A mover that merges partial results of attention, ``(out, lse)``, instead of summing."""
         return Hierarchical(self._near, self._far, self._relay, self._ops, merges=True)
 
-    def cast(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout, kept: bool = False) -> Started:
+    def cast(self, rows: SentRows[LevelArgs]) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
+        _, args, layout, _ = rows
         out = layout.new_tensors(args.num_recv, args.device)
-        far = self._far(layout, args.far, False).cast(tensors, args.far, layout, kept)
-        near = self._near(layout, args.near, False).cast(tensors, args.near, layout, kept, (out, args.near_rows))
+        far = self._far(layout, args.far, False).cast(rows._replace(args=args.far))
+        near = self._near(layout, args.near, False).cast(rows._replace(args=args.near), (out, args.near_rows))
         relay = self._relay(layout, args.relay, False)
-        relayed = _Next(
-            far, lambda rows: relay.cast(rows, args.relay, layout, False, (out, args.relay_rows)), args.device
-        )
+
+        def pass_on(arrived: list[torch.Tensor]) -> Started:
+            return relay.cast(SentRows(arrived, args.relay, layout), (out, args.relay_rows))
+
+        relayed = _Next(far, pass_on, args.device)
 
         def finish() -> list[torch.Tensor]:
             near.finish()
@@ -62,17 +65,20 @@ class Hierarchical:
 
         return Started((*near.works, relayed), (*far.buffers, *near.buffers, *out), finish)
 
-    def give_back(
-        self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout, kept: bool = False
-    ) -> Started:
+    def give_back(self, rows: SentRows[LevelArgs]) -> Started:
         """See `megatron_magi.comm.movement.Mover`; the result is in the order of `LevelArgs.arrivals`."""
+        _, args, layout, _ = rows
         received = layout.new_buffer(args.near.num_send + args.far.num_send, args.device)
         home, away = received[: args.near.num_send], received[args.near.num_send :]
-        relayed = self._sum_of_node(tensors, args, layout, kept)
+        relayed = self._sum_of_node(rows)
         near = self._near(layout, args.near, True)
-        near_back = near.give_back(tensors, args.near, layout, kept, args.near_rows, home)
+        near_back = near.give_back(rows._replace(args=args.near), args.near_rows, home)
         far = self._far(layout, args.far, True)
-        crossed = _Next(relayed, lambda sums: far.give_back(sums, args.far, layout, True, None, away), args.device)
+
+        def cross(sums: list[torch.Tensor]) -> Started:
+            return far.give_back(SentRows(sums, args.far, layout, kept=True), None, away)
+
+        crossed = _Next(relayed, cross, args.device)
 
         def finish() -> torch.Tensor:
             near_back.finish()
@@ -81,13 +87,15 @@ class Hierarchical:
 
         return Started((*near_back.works, crossed), (*relayed.buffers, *near_back.buffers, received), finish)
 
-    def _sum_of_node(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout, kept: bool) -> Started:
+    def _sum_of_node(self, rows: SentRows[LevelArgs]) -> Started:
         """Sums the partial rows of the node's ranks, to one for each row received by `LevelArgs.far`."""
+        _, args, layout, _ = rows
+        relayed = rows._replace(args=args.relay)
         sums = [x.zero_() for x in layout.new_tensors(args.far.num_recv, args.device)]
         mover = self._relay(layout, args.relay, True)
         if isinstance(mover, Adder) and not self._merges and can_add(layout, sums):
-            return mover.add(tensors, args.relay, layout, sums, kept, args.relay_rows)
-        started = mover.give_back(tensors, args.relay, layout, kept, args.relay_rows)
+            return mover.add(relayed, sums, args.relay_rows)
+        started = mover.give_back(relayed, args.relay_rows)
 
         def finish() -> list[torch.Tensor]:
             arrived = started.finish()

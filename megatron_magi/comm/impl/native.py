@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.collective_checks import add_guard
-from megatron_magi.comm.movement import Into, Started
+from megatron_magi.comm.movement import FlatRows, Into, Started
 from megatron_magi.comm.peer_kernels import (
     Launch,
     blocks_apart,
@@ -33,7 +33,7 @@ from megatron_magi.comm.peer_kernels import (
     put_kernel,
 )
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
-from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
+from megatron_magi.comm.peers import MAX_RANKS, PEERS, PeerMemory, Rendezvous, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_in, rows_of, vector_of, widest, with_rows
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
@@ -47,7 +47,7 @@ _SEND, _TAKE = 1, 2  # Role of put.cuh
 _BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
 
 _CAST, _GIVE_BACK, _ADD, _GET = "cast", "give back", "add", "get"
-_BROKEN, _ANNOUNCED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 5)
+_BROKEN, _GET_CALL = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 5)
 """Bytes into Control of peers.cuh."""
 
 
@@ -70,8 +70,10 @@ class _Exchange(NamedTuple):
 class Native:
     """An `Adder` for the ranks of one group; made by `native_of`."""
 
-    def __init__(self, group: dist.ProcessGroup, meeting: Meeting, memory: PeerMemory, device: torch.device) -> None:
-        self._meeting, self._memory, self._device = meeting, memory, device
+    def __init__(
+        self, group: dist.ProcessGroup, rendezvous: Rendezvous, memory: PeerMemory, device: torch.device
+    ) -> None:
+        self._rendezvous, self._memory, self._device = rendezvous, memory, device
         self._notice = memoryview(memory.notice.numpy())
         self._room = Room(memory, functools.partial(is_capturing, device))
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -104,47 +106,25 @@ class Native:
             raise RuntimeError(failure)
         return self._room.refusal(layout, most_rows)
 
-    def cast(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        kept: bool = False,
-        into: Into | None = None,
-    ) -> Started:
+    def cast(self, rows: FlatRows, into: Into | None = None) -> Started:
         """See `megatron_magi.comm.movement.PlacingMover`."""
-        out, index = into or (layout.new_tensors(args.num_recv, args.device), None)
-        work, held = self._run(_CAST, tensors, args, layout, rows_of(out, layout.sizes), kept=kept, index=index)
+        out, index = into or (rows.layout.new_tensors(rows.args.num_recv, rows.args.device), None)
+        work, held = self._run(_CAST, rows, rows_of(out, rows.layout.sizes), index=index)
         return Started((work,), (*out, *held), lambda: list(out))
 
     def give_back(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        kept: bool = False,
-        index: torch.Tensor | None = None,
-        received: torch.Tensor | None = None,
+        self, rows: FlatRows, index: torch.Tensor | None = None, received: torch.Tensor | None = None
     ) -> Started:
         """See `megatron_magi.comm.movement.PlacingMover`."""
-        received = layout.new_buffer(args.num_send, tensors[0].device) if received is None else received
-        results = rows_in(received, layout)
-        work, held = self._run(_GIVE_BACK, tensors, args, layout, results, kept=kept, index=index)
+        if received is None:
+            received = rows.layout.new_buffer(rows.args.num_send, rows.tensors[0].device)
+        work, held = self._run(_GIVE_BACK, rows, rows_in(received, rows.layout), index=index)
         return Started((work,), (received, *held), lambda: received)
 
-    def add(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        into: Sequence[torch.Tensor],
-        kept: bool = False,
-        index: torch.Tensor | None = None,
-    ) -> Started:
+    def add(self, rows: FlatRows, into: Sequence[torch.Tensor], index: torch.Tensor | None = None) -> Started:
         """`give_back` and the addition to ``into`` in one; the result is a list of these tensors."""
-        types = layout.dtypes[0], into[0].dtype
-        results = rows_of(into, layout.sizes_in(types[1]))
-        work, held = self._run(_ADD, tensors, args, layout, results, types, kept, index)
+        types = rows.layout.dtypes[0], into[0].dtype
+        work, held = self._run(_ADD, rows, rows_of(into, rows.layout.sizes_in(types[1])), types, index)
         return Started((work,), (*into, *held), lambda: list(into))
 
     def arriving(
@@ -173,7 +153,7 @@ class Native:
         overlaps = len(_of_device(self._device)) == 1
         notice, timeout_ns = own[2:]
         return Arriving(
-            into, places, launch.step(sources, places), control + _ANNOUNCED, self._flags.data_ptr(), control + _BROKEN,
+            into, places, launch.step(sources, places), control + _GET_CALL, self._flags.data_ptr(), control + _BROKEN,
             notice, timeout_ns, overlaps,
         )  # fmt: skip
 
@@ -224,7 +204,7 @@ class Native:
     def _own_memory(self) -> tuple[int, int, int, int]:
         """Addresses of this rank's slots, flags and notice, and the timeout in nanoseconds."""
         numbers = PEERS.unpack(self._memory.packed)
-        rank = self._meeting.rank
+        rank = self._rendezvous.rank
         return numbers[rank], numbers[MAX_RANKS + rank], numbers[2 * MAX_RANKS], numbers[2 * MAX_RANKS + 2]
 
     def failure(self) -> str | None:
@@ -232,16 +212,15 @@ class Native:
         if not any(self._notice[:5]):
             return None
         absent, part = self._notice[1], self._notice[4]
-        waited = (
-            f"attention of {self._meeting.names([self._meeting.rank])} waited for part {part} of the keys it fetches"
-        )
+        this_rank = self._rendezvous.names([self._rendezvous.rank])
+        waited = f"attention of {this_rank} waited for part {part} of the keys it fetches"
         if absent:
-            names = self._meeting.names([absent - 1])
-            text = f"group collective: {names} did not arrive within {self._meeting.timeout_s:g} s"
+            names = self._rendezvous.names([absent - 1])
+            text = f"group collective: {names} did not arrive within {self._rendezvous.timeout_s:g} s"
             return f"{text}; {waited}" if part else text
         if self._notice[0]:
             return "group collective: the group was ended by an earlier error"
-        return f"group collective: {waited} for {self._meeting.timeout_s:g} s" if part else None
+        return f"group collective: {waited} for {self._rendezvous.timeout_s:g} s" if part else None
 
     def is_captured(self) -> bool:
         """Whether CUDA graphs hold launches."""
@@ -258,32 +237,27 @@ class Native:
     def _run(
         self,
         kind: str,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
+        sent: FlatRows,
         results: list[Rows],
         types: tuple[torch.dtype, ...] = (),
-        kept: bool = False,
         index: torch.Tensor | None = None,
     ) -> tuple[_Done, list[torch.Tensor]]:
-        """Sends rows of ``tensors`` to the ranks that need them, and receives theirs, on a side stream.
+        """Sends rows to the ranks that need them, and receives theirs, on a side stream.
 
         Args:
             kind: `_CAST`, `_GIVE_BACK` or `_ADD`.
-            tensors: tensors to send.
-            args: which rows are sent where.
-            layout: of ``tensors``.
+            sent: the rows; unless ``kept``, they are read on the current stream.
             results: destination of received rows.
             types: dtypes of the sent rows and of the rows to which they are added; empty if rows are copied.
-            kept: ``tensors`` do not change until the call is complete; else they are read on the current stream.
             index: of result rows of a cast, or of the rows that go back; see `PlacingMover`.
 
         Returns:
             The end of the call, and the objects that must live until then.
         """
+        _, args, layout, kept = sent
         captures = is_capturing(self._device)
         kept = kept and not captures  # in a graph, calls are ordered by its streams
-        tensors = [with_rows(x) for x in tensors]
+        tensors = [with_rows(x) for x in sent.tensors]
         rows = rows_of(tensors, layout.sizes)
         exchange = _Exchange(kind, types, _BOTH if kept else _APART, _address(index))
         launches = self._exchanges(exchange, args, layout, rows, results)
@@ -490,10 +464,10 @@ def present_native(group: dist.ProcessGroup) -> Native | None:
 
 
 def _decide(group: dist.ProcessGroup, device: torch.device) -> tuple[Native | None, str]:
-    meeting = Meeting(group)
+    rendezvous = Rendezvous(group)
     others = list(_of_device(device))
-    reason = refusal_of_host(meeting, device, len(others), any(other.is_captured() for other in others))
+    reason = refusal_of_host(rendezvous, device, len(others), any(other.is_captured() for other in others))
     if reason is not None:
         return None, reason
-    memory, reason = PeerMemory.make(meeting, device)
-    return (None if memory is None else Native(group, meeting, memory, device)), reason
+    memory, reason = PeerMemory.make(rendezvous, device)
+    return (None if memory is None else Native(group, rendezvous, memory, device)), reason

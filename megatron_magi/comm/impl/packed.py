@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm.cast_args import GroupCastArgs
-from megatron_magi.comm.movement import Into, Started
-from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.movement import FlatRows, Into, Started
 
 
 class Packed:
@@ -31,15 +29,9 @@ class Packed:
         # A weak reference: arguments of plans refer to this object, and plans may outlive groups.
         self._group = None if group is None else weakref.ref(group)
 
-    def cast(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        kept: bool = False,
-        into: Into | None = None,
-    ) -> Started:
+    def cast(self, rows: FlatRows, into: Into | None = None) -> Started:
         """See `megatron_magi.comm.movement.PlacingMover`."""
+        tensors, args, layout, _ = rows
         ops, order = self._ops, args.recv_order
         send = layout.new_buffer(args.num_send, tensors[0].device)
         ops.pack_rows(tensors, args.send_index, layout, send)
@@ -56,15 +48,10 @@ class Packed:
         return Started(works, (send, received), finish)
 
     def give_back(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        kept: bool = False,
-        index: torch.Tensor | None = None,
-        received: torch.Tensor | None = None,
+        self, rows: FlatRows, index: torch.Tensor | None = None, received: torch.Tensor | None = None
     ) -> Started:
         """See `megatron_magi.comm.movement.PlacingMover`."""
+        tensors, args, layout, _ = rows
         send = layout.new_buffer(args.num_recv, tensors[0].device)
         self._ops.pack_rows(tensors, args.recv_position if index is None else index, layout, send)
         works, result = self._start(send, args.recv_splits, args.send_splits, received)

@@ -11,10 +11,8 @@ import torch
 
 from megatron_magi.backends.reference import attention as reference
 from megatron_magi.backends.sm90 import attention as hopper
-from megatron_magi.backends.sm90 import backward as hopper_backward
 from megatron_magi.backends.sm90 import choices as hopper_choices
-from megatron_magi.backends.sm90 import fused_backward, fused_forward
-from megatron_magi.cuda import launch as hopper_launch
+from megatron_magi.backends.sm90 import program as hopper_program
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_bands
 from megatron_magi.operands.options import AttnOptions, make_options
@@ -97,10 +95,8 @@ def make_inputs(
 def pack_heads(monkeypatch, most: int) -> None:
     """Has kernels whose tiles are rows pack so many heads of a group, or as many as divide it; whatever the mask."""
     monkeypatch.setattr(hopper_choices, "packed_heads", lambda _facts, _rows, group: math.gcd(group, most))
-    monkeypatch.setattr(hopper_launch, "_launches", LruCache(1 << 30))
-    for module in (hopper, hopper_backward, fused_forward, fused_backward):
-        monkeypatch.setattr(module, "_passes", LruCache(1 << 30))
-    for name in ("_one_launches", "_makers"):
+    monkeypatch.setattr(hopper_program, "_bound", LruCache(1 << 30))
+    for name in ("_programs", "_makers"):
         monkeypatch.setattr(hopper, name, LruCache(1 << 30))
 
 
@@ -114,27 +110,18 @@ def run_forward(x: Inputs, *, out=None, lse=None, sink_lse=None, out_dtype=None,
     shape = (*x.q.shape[:2], x.v.shape[2])
     out = poisoned(shape, out_dtype or x.q.dtype) if out is None else out
     lse = poisoned(shape[:2], torch.float32) if lse is None else lse
-    max_logits = hopper.forward(
-        ForwardInputs(x.q, x.k, x.v, sink_lse),
-        x.bands,
-        x.options,
-        ForwardOutput(out, lse, accumulate),
-        return_max_logits=return_max_logits,
-    )
-    return out, lse, max_logits
+    top = torch.full(shape[1:2], -torch.inf, device="cuda") if return_max_logits else None
+    hopper.forward(ForwardInputs(x.q, x.k, x.v, sink_lse), x.bands, x.options, ForwardOutput(out, lse, accumulate, top))
+    return out, lse, top
 
 
 def exact_forward(x: Inputs, sink_lse=None):
     """``(out, lse, max_logits)`` in fp64."""
     q, k, v = x.q.double(), x.k.double(), x.v.double()
     out, lse = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2])
-    top = reference.forward(
-        ForwardInputs(q, k, v, None if sink_lse is None else sink_lse.double()),
-        x.bands,
-        x.options,
-        ForwardOutput(out, lse),
-        return_max_logits=True,
-    )
+    top = q.new_full(q.shape[1:2], -torch.inf)
+    inputs = ForwardInputs(q, k, v, None if sink_lse is None else sink_lse.double())
+    reference.forward(inputs, x.bands, x.options, ForwardOutput(out, lse, max_logits=top))
     return out, lse, top
 
 

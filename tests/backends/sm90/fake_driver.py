@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,29 +11,65 @@ import pytest
 from megatron_magi.attention import call_cache
 from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.backends.sm90 import (
-    backward,
-    backward_ends,
-    fused_backward,
-    fused_forward,
+    backward_steps,
+    forward_steps,
     kernels,
+    mask_numbers,
     program,
+    row_delta,
     support,
 )
 from megatron_magi.cuda import driver, launch, launch_list
 from megatron_magi.runtime.lru import LruCache
 
-USE_STREAMS = hopper, backward, backward_ends, program, call_cache
+USE_STREAMS = program, row_delta, call_cache
 """Modules that ask for the current stream."""
 
 
+class Launched(list[str]):
+    """Names of the kernels that were queued; ``params``: a copy of the last parameters of each, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.params: dict[str, ctypes.Structure] = {}
+
+
+def kinds_of_params(monkeypatch: pytest.MonkeyPatch) -> dict[int, type[ctypes.Structure]]:
+    """The struct of the parameters of each kernel that is prepared from now on, by the kernel's id."""
+    found: dict[int, type[ctypes.Structure]] = {}
+    kept, begin, make_step = [], launch.Launch.__init__, launch_list.make_step
+
+    def make_one(kernel, num_blocks, params, **more):
+        kept.append(kernel)
+        found[id(kernel)] = type(params)
+        return make_step(kernel, num_blocks, params, **more)
+
+    def make_single(self, kernel, num_blocks, params, maps=()) -> None:
+        kept.append(kernel)
+        found[id(kernel)] = type(params)
+        begin(self, kernel, num_blocks, params, maps)
+
+    monkeypatch.setattr(launch.Launch, "__init__", make_single)
+    for module in (forward_steps, backward_steps):
+        monkeypatch.setattr(module, "make_step", make_one)
+    return found
+
+
 @contextmanager
-def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator[list[str]]:
+def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator[Launched]:
     """Lets CPU tensors pass for tensors on a Hopper GPU; yields the names of the kernels that are queued."""
-    names: list[str] = []
+    launched, kinds = Launched(), kinds_of_params(monkeypatch)
+
+    def note(kernel, _config, pointers) -> None:
+        launched.append(kernel.handle)
+        kind = kinds.get(id(kernel))  # not of kernels that tests bring
+        if kind is not None:
+            launched.params[kernel.handle] = kind.from_buffer_copy(ctypes.string_at(pointers[0], ctypes.sizeof(kind)))
+
     monkeypatch.setattr(support, "_is_hopper", lambda _device: True)
-    for module in (support, backward, fused_forward, fused_backward):
+    for module in (support, mask_numbers):
         monkeypatch.setattr(module, "sm_count", lambda _device: num_sms)
-    monkeypatch.setattr(driver.Kernel, "launch", lambda self, *_: names.append(self.handle))
+    monkeypatch.setattr(driver.Kernel, "launch", note)
     monkeypatch.setattr(driver, "tensor_map", lambda *_: bytes(128))
     monkeypatch.setattr(driver, "move_tensor_map", lambda *_: None)
     monkeypatch.setattr(kernels, "_load", lambda _d, name, _m, threads, size: driver.Kernel(name, threads, size))
@@ -40,9 +77,8 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator
         monkeypatch.setattr(module, "current_stream", lambda _device: 0)
     monkeypatch.setattr(launch_list, "_library", lambda: None)
     monkeypatch.setattr(launch, "_launches", LruCache(1 << 30))
-    for module in (hopper, backward, fused_forward, fused_backward):
-        monkeypatch.setattr(module, "_passes", LruCache(1 << 30))
-    for name in ("_one_launches", "_makers"):
+    monkeypatch.setattr(program, "_bound", LruCache(1 << 30))
+    for name in ("_programs", "_makers"):
         monkeypatch.setattr(hopper, name, LruCache(1 << 30))
     known = (
         kernels.forward_kernel, kernels.backward_kernel, kernels.backward_keys_kernel,
@@ -50,6 +86,6 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator
     )  # fmt: skip
     for kernel in known:
         kernel.cache_clear()
-    yield names
+    yield launched
     for kernel in known:
         kernel.cache_clear()

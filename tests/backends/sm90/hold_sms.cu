@@ -1,7 +1,7 @@
 // Keeps SMs, one for each thread block, until the host lets them go or the time is over. For tests of kernels whose
 // blocks wait for each other while most SMs are taken.
 
-#include "../../csrc/common/ptx.cuh"
+#include "../../../csrc/common/ptx.cuh"
 
 struct HoldParams {
   volatile u32* held;       // page-locked memory of the host: [blocks], 1 for each that is on an SM

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_magi.backends.sm90 import kernels, plan, support
-from megatron_magi.cuda import driver, launch
+from megatron_magi.cuda import driver
 from megatron_magi.runtime.lru import LruCache
-from tests.backends.sm90.fake_driver import fake_driver
+from tests.backends.sm90.fake_driver import fake_driver, kinds_of_params
 
 _MAP_ADDRESS = 64  # in a tensor map of `_tensor_map`; before it a digest of the layout
 
@@ -77,20 +77,15 @@ class Memory(TorchDispatchMode):
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Record], Memory]]:
     """Yields the launches that are queued meanwhile, none of them run, and what names their addresses."""
     records: list[Record] = []
-    structs: dict[int, tuple[driver.Kernel, type[ctypes.Structure]]] = {}
-    memory, begin = Memory(), launch.Launch.__init__
+    memory = Memory()
 
     def load(_device, name, macros, threads, size) -> driver.Kernel:
         handle = _Name(name)
         handle.macros = tuple(macros)
         return driver.Kernel(handle, threads, size)
 
-    def make(self, kernel, num_blocks, params, maps=()) -> None:
-        structs[id(kernel)] = kernel, type(params)
-        begin(self, kernel, num_blocks, params, maps)
-
     def note(kernel, config, pointers) -> None:
-        shape, params = driver.LaunchConfig.from_address(config), structs[id(kernel)][1].from_address(pointers[0])
+        shape, params = driver.LaunchConfig.from_address(config), kinds[id(kernel)].from_address(pointers[0])
         handle = kernel.handle
         assert tuple(shape.grid)[1:] == (1, 1) and tuple(shape.block) == (kernel.threads, 1, 1)
         fields = tuple(_fields(params, memory))
@@ -101,7 +96,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Record], Me
 
     with monkeypatch.context() as patch, fake_driver(patch):
         patch.setattr(kernels, "_load", load)
-        patch.setattr(launch.Launch, "__init__", make)
+        kinds = kinds_of_params(patch)
         patch.setattr(driver.Kernel, "launch", note)
         patch.setattr(plan, "_plans", LruCache(1 << 30))
         support.work_counter.cache_clear()

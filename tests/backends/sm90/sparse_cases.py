@@ -8,6 +8,7 @@ import torch
 
 from megatron_magi.backends.reference import sparse as sparse_reference
 from megatron_magi.backends.sm90 import sparse as sparse_hopper
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 from tests.backends.sm90.cases import assert_as_good
 
@@ -25,6 +26,19 @@ class Case:
     @property
     def scale(self) -> float:
         return self.q.shape[2] ** -0.5
+
+    def forward(self, backend, sink_lse=None):
+        """``(out, lse, max_logits)`` by the reference or the kernels."""
+        inputs = ForwardInputs(self.q, self.k, self.v, sink_lse)
+        return backend.forward(inputs, self.pattern, self.scale, return_max_logits=True)
+
+    def backward(self, backend, out, lse, deterministic=False):
+        """``(dq, dk, dv)`` by the same; ``out`` and ``lse`` are the forward's."""
+        return backend.backward(self.backward_inputs(out, lse), self.pattern, self.scale, deterministic)
+
+    def backward_inputs(self, out, lse) -> BackwardInputs:
+        delta = (self.dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        return BackwardInputs(self.q, self.k, self.v, self.dout, lse, delta)
 
     def cast(self, dtype: torch.dtype) -> Case:
         return Case(*(t.to(dtype) for t in (self.q, self.k, self.v, self.dout)), self.pattern)
@@ -74,14 +88,12 @@ def to_cuda(pattern: SparsePattern) -> SparsePattern:
 def exact_forward(x: Case, sink_lse=None):
     x = x.cast(torch.float64)
     sink_lse = None if sink_lse is None else sink_lse.double()
-    return sparse_reference.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=sink_lse, return_max_logits=True)
+    return x.forward(sparse_reference, sink_lse)
 
 
 def exact_backward(x: Case):
     out, lse, _ = exact_forward(x)
-    x = x.cast(torch.float64)
-    delta = (x.dout * out).sum(-1)
-    return sparse_reference.backward((x.q, x.k, x.v, x.dout), lse, delta, x.pattern, x.scale, False)
+    return x.cast(torch.float64).backward(sparse_reference, out, lse)
 
 
 def plain_attention(x: Case):
@@ -98,12 +110,12 @@ def plain_attention(x: Case):
 
 
 def check_forward(x, sink_lse=None) -> None:
-    out, lse, top = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=sink_lse, return_max_logits=True)
+    out, lse, top = x.forward(sparse_hopper, sink_lse)
     want, want_lse, want_top = exact_forward(x, sink_lse)
     if sink_lse is None:
         assert_as_good("out", out, plain_attention(x)[0], want)
     else:
-        plain = sparse_reference.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=sink_lse, return_max_logits=False)
+        plain = x.forward(sparse_reference, sink_lse)
         torch.testing.assert_close(out, plain[0], atol=2e-2, rtol=2e-2)
     empty = want_lse == -torch.inf
     assert bool((out[empty] == 0).all()) and bool((lse[empty] == -torch.inf).all())
@@ -112,9 +124,8 @@ def check_forward(x, sink_lse=None) -> None:
 
 
 def check_backward(x, deterministic=False) -> None:
-    out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=None, return_max_logits=False)
-    delta = (x.dout.float() * out.float()).sum(-1)
-    grads = sparse_hopper.backward((x.q, x.k, x.v, x.dout), lse, delta, x.pattern, x.scale, deterministic)
+    out, lse, _ = x.forward(sparse_hopper)
+    grads = x.backward(sparse_hopper, out, lse, deterministic)
     for name, got, plain, want in zip(
         ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
     ):

@@ -14,6 +14,7 @@ from megatron_magi.backends.sm90 import kernels as hopper_kernels
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.choices import WHOLE_TILE
 from megatron_magi.backends.sm90.plan import Tiling
+from megatron_magi.backends.sm90.program import LaunchProgram, new_makers
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, Gradients
 from megatron_magi.ops.slice_attention import slice_attention
@@ -193,27 +194,28 @@ def test_parts_sum_dq_in_one_place_and_the_last_writes_it(way, rows, heads, dims
     whole = make_inputs(MASKS["causal"](rows, keys), rows, keys, heads=heads, dims=dims)
     out, lse, _ = run_forward(whole)
     plain, exact = plain_attention(whole)[1:], exact_backward(whole)
-    delta, memos = hopper.row_delta(whole.dout, out), [{} for _ in range(3)]
+    delta, programs = hopper.row_delta(whole.dout, out), {}
     for _ in range(3):
         dq, shared = poisoned(whole.q.shape, whole.q.dtype), hopper.SharedSums(3)
-        for memo, k0, k1 in zip(memos, (0, 300, 350), (300, 350, keys), strict=True):
+        for k0, k1 in ((0, 300), (300, 350), (350, keys)):
             part = whole.bands.copy()
             part[:, 2:4] = np.clip(part[:, 2:4], k0, k1) - k0
             part[:, 4:6] = (-(1 << 40), part[0, 5] - k0)
             k, v = whole.k[k0:k1], whole.v[k0:k1]
             dk, dv = poisoned(k.shape, torch.float32), poisoned(v.shape, torch.float32)
+            program = programs.setdefault(k0, LaunchProgram(part, k1 - k0, new_makers()))
             hopper.backward(
                 BackwardInputs(whole.q, k, v, whole.dout, lse, delta),
                 part,
                 whole.options,
                 Gradients(dq, dk, dv, True, False),
-                memo=memo,
+                program=program,
                 shared=shared,
             )
             for i, got in enumerate((dk, dv), 1):
                 assert_as_good(("dq", "dk", "dv")[i], got, plain[i][k0:k1], exact[i][k0:k1])
         assert_as_good("dq", dq, plain[0], exact[0])
-        assert shared.left == 0 and all(memos)
+        assert shared.left == 0 and all(len(program.bound) == 1 for program in programs.values())
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "one_token", "empty"])

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.backends.sm90 import fused_backward, fused_forward
-from megatron_magi.backends.sm90.plan import Tiling, device_plan
+from megatron_magi.backends.sm90 import mask_numbers
+from megatron_magi.backends.sm90.backward_steps import BackwardLayouts, Part, Sent, backward_steps, scratch_numbers
+from megatron_magi.backends.sm90.forward_steps import forward_step
+from megatron_magi.backends.sm90.mask_numbers import backward_tables, forward_tables, pass_shape
 from megatron_magi.backends.sm90.program import _later_numbers
-from megatron_magi.backends.sm90.support import row_work
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch_list import LaunchList
 from megatron_magi.cuda.layout import Layout
@@ -21,7 +22,7 @@ from megatron_magi.operands.passes import ForwardInputs, ForwardOutput
 from tests.backends.sm90.fake_driver import fake_driver
 
 N, HEADS, HEADS_KV, DIM = 2048, 8, 2, 128
-SLOTS = ("scratch", "q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")
+SLOTS = ("scratch", "stats", "q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")
 MASKS = {
     "causal": builders.causal(N), "full": builders.full(N), "documents": builders.varlen(doc_lengths=[700, 500, 848]),
     "others": builders.varlen(doc_lengths=[100, 1300, 648]), "short": builders.varlen(doc_lengths=[64] * 32),
@@ -33,28 +34,28 @@ def lie(count, heads, dtype=torch.bfloat16):
 
 
 def bands_of(mask, num_arriving):
-    first = fused_forward.first_arriving(N)
+    first = mask_numbers.first_arriving(N)
     later = [(N // 2, N, first, first + num_arriving, -(1 << 40), 1 << 40)] if num_arriving else np.zeros((0, 6))
     return np.concatenate([mask.bands, later]).astype(np.int64)
 
 
 def passes(mask, num_arriving, options):
     """A forward and a backward over a mask: their steps, forms and numbers."""
-    bands, use = bands_of(mask, num_arriving), fused_forward.PassUse(options, 0)
+    bands = bands_of(mask, num_arriving)
     q, k, lse = lie(N, HEADS), lie(N, HEADS_KV), Layout.new((N, HEADS), torch.float32, torch.device("cpu"))
     rows = lie(num_arriving, HEADS_KV)
     numbers = _later_numbers(num_arriving, dict.fromkeys(("later.k", "later.v", "later.dk", "later.dv"), rows))
     places = ("scratch", "later.k"), ("scratch", "later.v")
     arriving = Arriving((rows, rows), places, (), 0, 0, 0, 0, 0) if num_arriving else None
-    operands = ForwardInputs(q, k, k), ForwardOutput(q, lse)
-    known = fused_forward.forward_pass(*operands, num_arriving, bands, use)
-    step = fused_forward.forward_step(*operands, arriving, known.form, use, max_logits=False)
+    operands, shape = (ForwardInputs(q, k, k), ForwardOutput(q, lse)), pass_shape((q, k, k), num_arriving, options)
+    known = forward_tables(shape, bands, q.device, 0)
+    step = forward_step(*operands, arriving, known.form, options, 0, max_logits=False)
     yield [step], known.form, {**numbers, **known.numbers}
-    of_back = fused_backward.BackwardTensors((q, k, k, q), q, lse, (q, k, k))
-    known = fused_backward.backward_pass(of_back, num_arriving, bands, use)
-    scratch, _ = fused_backward.scratch_numbers(of_back, known.form, use, known.numbers["key_sums"], 1 << 20)
-    sent = fused_backward.Sent(arriving, (("scratch", "later.dk"), ("scratch", "later.dv")), moves=True, returns=True)
-    before, keys, rest, _ = fused_backward.backward_steps(of_back, sent, known, use, wants_delta=False)
+    layouts = BackwardLayouts((q, k, k, q), q, lse, lse, (q, k, k))
+    known = backward_tables(shape, bands, q.device, 0)
+    scratch, _ = scratch_numbers(layouts, known.form, options, known.numbers["key_sums"], 1 << 20, True)
+    sent = Sent(arriving, (("scratch", "later.dk"), ("scratch", "later.dv")), moves=True, returns=True)
+    before, keys, rest, _ = backward_steps(layouts, known.form, options, 0, sent=sent, part=Part(), wants_delta=False)
     yield [*before, *keys, *rest], known.form, {**numbers, **known.numbers, **scratch}
 
 
@@ -95,13 +96,12 @@ def test_a_mask_with_another_form_has_other_kernels_or_tiles(monkeypatch):
 
 def test_a_rank_that_fetches_nothing_computes_beside_what_publishes_its_keys(monkeypatch):
     q, k, lse = lie(N, HEADS), lie(N, HEADS_KV), Layout.new((N, HEADS), torch.float32, torch.device("cpu"))
-    operands, use = (ForwardInputs(q, k, k), ForwardOutput(q, lse)), fused_forward.PassUse(AttnOptions(0.1), 0)
+    operands, options = (ForwardInputs(q, k, k), ForwardOutput(q, lse)), AttnOptions(0.1)
     none, places = lie(0, HEADS_KV), (("scratch", "later.k"), ("scratch", "later.v"))
     with fake_driver(monkeypatch):
-        known = fused_forward.forward_pass(*operands, 0, bands_of(MASKS["causal"], 0), use)
-        step = fused_forward.forward_step(
-            *operands, Arriving((none, none), places, (), 0, 0, 0, 0, 0), known.form, use, False
-        )
+        known = forward_tables(pass_shape((q, k, k), 0, options), bands_of(MASKS["causal"], 0), q.device, 0)
+        arriving = Arriving((none, none), places, (), 0, 0, 0, 0, 0)
+        step = forward_step(*operands, arriving, known.form, options, 0, False)
         numbers = {**_later_numbers(0, {"later.k": none, "later.v": none}), **known.numbers}
         assert step.config.num_attributes == 1, "it does not wait for the kernel before it"
         assert "later.num_rows" in {field.name for field in step.fields}
@@ -111,51 +111,24 @@ def test_a_rank_that_fetches_nothing_computes_beside_what_publishes_its_keys(mon
 
 @pytest.mark.parametrize("num_arriving", [0, 600])
 def test_what_a_worker_finds_for_another_shape_of_pass_is_found_anew(monkeypatch, num_arriving):
-    q, k, lse = lie(N, HEADS), lie(N, HEADS_KV), Layout.new((N, HEADS), torch.float32, torch.device("cpu"))
-    operands, bands = (ForwardInputs(q, k, k), ForwardOutput(q, lse)), bands_of(MASKS["documents"], num_arriving)
-    use = fused_forward.PassUse(AttnOptions(0.1), 0, remembered=False)
+    q, k, options = lie(N, HEADS), lie(N, HEADS_KV), AttnOptions(0.1)
+    bands = bands_of(MASKS["documents"], num_arriving)
     with fake_driver(monkeypatch):
-        expected = fused_forward.forward_pass(*operands, num_arriving, bands, use).numbers
-        shape = fused_forward.shape_of((q, k, k), num_arriving, use.options, 132)
-        wrong = fused_forward.MaskNumbers(shape._replace(sm_margin=9), None, {}, {})
-        assert fused_forward.forward_pass(*operands, num_arriving, bands, use, wrong).numbers == expected
+        shape = pass_shape((q, k, k), num_arriving, options)
+        expected = forward_tables(shape, bands, q.device, 0).numbers
+        wrong = mask_numbers.MaskNumbers(shape._replace(sm_margin=9), None, {}, {})
+        assert forward_tables(shape, bands, q.device, 0, wrong).numbers == expected
 
 
 def test_rows_and_keys_that_see_and_are_seen_are_counted_apart_for_keys_that_arrive():
-    first, anywhere = fused_forward.first_arriving(N), (-(1 << 40), 1 << 40)
+    first, anywhere = mask_numbers.first_arriving(N), (-(1 << 40), 1 << 40)
     own, later = (0, 100, 0, 50, *anywhere), (200, 300, first + 10, first + 20, *anywhere)
     for bands, expected in (([own, later], (300, 50, 20)), ([own], (100, 50, 1))):
-        assert fused_forward.seen_rows_and_keys(np.array(bands, dtype=np.int64), first) == expected
+        assert mask_numbers.seen_rows_and_keys(np.array(bands, dtype=np.int64), first) == expected
 
 
 def test_kernels_leave_the_margin_of_sms_free():
-    shape = fused_forward.shape_of(
+    shape = mask_numbers.shape_of(
         (lie(N, HEADS), lie(N, HEADS_KV), lie(N, HEADS_KV)), 0, AttnOptions(0.1, sm_margin=8), 132
     )
     assert [shape.grid(num_items) for num_items in (0, 5, 10**6)] == [1, 5, 124]
-
-
-@pytest.mark.parametrize(("num_keys", "packed"), [(N, 1), (N, 4), (1 << 17, 2)])
-def test_kernels_of_one_launch_order_their_work_as_those_of_stages(num_keys, packed):
-    k = torch.empty(num_keys, HEADS_KV, DIM, dtype=torch.bfloat16, device="meta")
-    shape = fused_forward.shape_of(
-        (lie(N, HEADS), lie(num_keys, HEADS_KV), lie(num_keys, HEADS_KV)), 0, AttnOptions(0.1), 132
-    )
-    plan = device_plan(MASKS["causal"].bands, Tiling(False, N, (128, 64), packed), torch.device("cpu"))
-    found = fused_forward.row_numbers("rows", plan.host, shape, 64)
-    expected = {"step": plan.host.step, "num_tiles": plan.num_tiles, **row_work(plan, HEADS, 64, k, k)}
-    assert found == {
-        "rows.grid": plan.num_tiles * HEADS // packed,
-        **{f"rows.{n}": x for n, x in expected.items()},
-    }
-
-
-def test_a_pass_that_is_not_to_be_remembered_is_in_no_cache(monkeypatch):
-    q, k, lse = lie(N, HEADS), lie(N, HEADS_KV), Layout.new((N, HEADS), torch.float32, torch.device("cpu"))
-    operands, bands = (ForwardInputs(q, k, k), ForwardOutput(q, lse)), bands_of(MASKS["documents"], 0)
-    with fake_driver(monkeypatch):
-        first, again, other = (
-            fused_forward.forward_pass(*operands, 0, bands, fused_forward.PassUse(AttnOptions(0.1), 0, remembered))
-            for remembered in (True, True, False)
-        )
-    assert first is again is not other and other.use is None

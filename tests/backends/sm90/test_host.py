@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,69 +11,55 @@ import torch
 
 from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.backends.sm90 import kernels as hopper_kernels
-from megatron_magi.backends.sm90 import params as hopper_params
 from megatron_magi.backends.sm90 import support as hopper_support
 from megatron_magi.cuda import build as hopper_build
 from megatron_magi.cuda import driver as hopper_driver
-from megatron_magi.cuda import launch as hopper_launch
+from megatron_magi.cuda import launch_list
+from megatron_magi.cuda.params import kernel_params
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 
+_WIDE = (
+    "HEAD_DIM=192", "HEAD_DIM_V=128", "WIDTH=64", "STAGES=2", "STAGES_V=2", "STAGED=0", "DTYPE=Bf16", "SOFTCAP=0",
+)  # fmt: skip
+_OF_DTYPE = ("HEAD_DIM=64", "DTYPE=Bf16")
+KERNELS = {
+    "forward": (hopper_kernels.forward_macros(torch.bfloat16, (64, 64), (128, 128), False), ("CAPTURED", "STREAM_KV")),
+    "backward": (hopper_kernels.backward_macros(torch.bfloat16, (64, 64), False, True), ("CAPTURED", "STREAM_KV")),
+    "backward_keys": (_WIDE, ("CAPTURED",)),
+    "backward_queries": (_WIDE, ("CAPTURED", "STREAM_KV")),
+    "preprocess": ((), ("CAPTURED",)),
+    "postprocess_dq": (_OF_DTYPE, ()),
+    "postprocess_keys": (_OF_DTYPE, ("CAPTURED", "STREAM_KV")),
+    "row_delta": (("HEAD_DIM_V=64", "DTYPE=Bf16"), ()),
+}
 STRUCTS = [
-    (
-        "forward",
-        "ForwardParams",
-        hopper_kernels.forward_macros(torch.bfloat16, (64, 64), (128, 128), False),
-    ),
-    (
-        "backward",
-        "BackwardParams",
-        hopper_kernels.backward_macros(torch.bfloat16, (64, 64), False, True),
-    ),
-    *(
-        (
-            f"backward_{part}",
-            "BackwardPartParams",
-            (
-                "HEAD_DIM=192",
-                "HEAD_DIM_V=128",
-                "WIDTH=64",
-                "STAGES=2",
-                "STAGES_V=2",
-                "STAGED=0",
-                "DTYPE=Bf16",
-                "SOFTCAP=0",
-            ),
-        )
-        for part in ("keys", "queries")
-    ),
-    ("preprocess", "PrepareParams", ()),
-    ("postprocess_dq", "FinishParams", ("HEAD_DIM=64", "DTYPE=Bf16")),
-    ("postprocess_keys", "FinishKeysParams", ("HEAD_DIM=64", "DTYPE=Bf16")),
-    ("row_delta", "RowDeltaParams", ("HEAD_DIM_V=64", "DTYPE=Bf16")),
-    ("preprocess", "PrepareDeltaParams", ("DELTA=1", "HEAD_DIM_V=64", "DTYPE=Bf16")),
+    (source, (*macros, *(f"{kind}=1" for kind in one)))
+    for source, (macros, kinds) in KERNELS.items()
+    for one in ((), *((kind,) for kind in kinds))
 ]
+STRUCTS.append(("preprocess", ("DELTA=1", "HEAD_DIM_V=64", "DTYPE=Bf16")))
 
 
-STRUCTS += [
-    (source, f"Captured{name}", (*defines, "CAPTURED=1"))
-    for source, name, defines in STRUCTS
-    if hasattr(hopper_params, f"Captured{name}")
-]
+def members(kind: type[ctypes.Structure], name: str = "", at: int = 0) -> Iterator[tuple[str, int]]:
+    """Members of a struct and of structs in it, as C names them, with their offsets."""
+    for field, of, *_ in kind._fields_:
+        offset = at + getattr(kind, field).offset
+        if issubclass(of, ctypes.Structure):
+            yield from members(of, f"{name}{field}.", offset)
+        elif field != "pad":
+            yield name + field, offset
 
 
-@pytest.mark.parametrize(("source", "name", "defines"), STRUCTS)
-def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, name, defines):
+@pytest.mark.parametrize(("source", "defines"), STRUCTS)
+def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
-    struct, name = getattr(hopper_params, name), name.replace("PrepareDelta", "Prepare").removeprefix("Captured")
-    in_plan = ("tiles", "segments", "bounds", "step", "numbers") if source.startswith(("forward", "backward")) else ()
-    checks = []
-    for field, *_ in struct._fields_[:-1]:
-        member = f"plan.{field}" if field in in_plan else field
-        offset = getattr(struct, field).offset
-        checks.append(f'static_assert(__INTADDR__(&static_cast<{name}*>(0)->{member}) == {offset}, "{field}");')
+    struct = kernel_params(hopper_kernels.source_of(source), defines)
+    name, checks = struct.__name__, []
+    for member, offset in members(struct):
+        checks.append(f'static_assert(__INTADDR__(&static_cast<{name}*>(0)->{member}) == {offset}, "{member}");')
     checks.append(f'static_assert(sizeof({name}) <= {ctypes.sizeof(struct)}, "size");')
     flatten, options = hopper_build.flatten_source, hopper_build._options
     monkeypatch.setattr(hopper_build, "flatten_source", lambda path: flatten(path) + "\n".join(checks) + "\n")
@@ -115,7 +102,7 @@ def test_dq_has_its_own_kernel_where_a_query_sees_few_keys_and_sums_are_many(lau
     assert launched[:2] == ["preprocess", "backward"] and launched[-1] == (
         "postprocess_dq" if summed else "backward_queries"
     )
-    by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
+    by_name = launched.params
     assert (by_name["preprocess"].num_sums > 0) == summed
 
 
@@ -145,7 +132,7 @@ def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(
     hopper.forward(ForwardInputs(q, k, k), mask.bands, options, ForwardOutput(torch.empty_like(q), row))
     grads = tuple(torch.empty_like(t) for t in (q, k, k))
     hopper.backward(BackwardInputs(q, k, k, q, row, row), mask.bands, options, Gradients(*grads))
-    by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
+    by_name = launched.params
     for params, places in ((by_name["forward"], 192 if packed > 1 else 128), (by_name["backward_queries"], 128)):
         assert 1 << params.log2_packed == packed
         assert (params.num_heads, params.group) == (heads[0] // packed, heads[0] // heads[1] // packed)
@@ -153,7 +140,7 @@ def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(
     params, stats = by_name["backward"], by_name["preprocess"]
     assert {1 << params.log2_packed, 1 << stats.log2_packed} == {packed}
     assert params.group == heads[0] // heads[1] // packed
-    assert abs(params.step) == 64, "a block is as many rows of packed heads as of single ones"
+    assert abs(params.plan.step) == 64, "a block is as many rows of packed heads as of single ones"
     assert params.stats_row == stats.stats_row == by_name["backward_queries"].stats_row >= rows * packed
     if heads[0] != heads[1]:
         found = {tuple(box) for num_heads, *box in boxes if num_heads == heads[0]}
@@ -188,7 +175,7 @@ def test_kernels_that_overlap_take_different_counters_and_all_wait_for_those_bef
     q, k, v, bands = tensors()
     row, grads = torch.empty(300, 4), tuple(torch.empty_like(t) for t in (q, k, v))
     hopper.backward(BackwardInputs(q, k, v, q, row, row), bands, AttnOptions(0.1, 0.0, True), Gradients(*grads))
-    params = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
+    params = launched.params
     assert params["backward_queries"].counter == params["backward"].counter + hopper_support.COUNTER_BYTES
     assert hopper_support.work_counter(q.device, 0).nbytes == 2 * hopper_support.COUNTER_BYTES
     for source in (hopper_build.source_root() / "attention/sm90").glob("*.cu"):
@@ -250,14 +237,14 @@ def test_tiles_are_tall_where_queries_see_many_keys_or_heads_are_packed(
         ForwardOutput(torch.empty(rows, heads[0], dims[1]).bfloat16(), torch.empty(rows, heads[0])),
     )
     assert threads == [128 + 2 * tile[0]]
-    assert boxes[1:3] == [(tile[1],)] * 2, "keys and values of a block"
-    ((_, launch),) = hopper_launch._launches.items()
-    places = rows * (1 << launch.params.log2_packed)
-    assert launch.params.num_tiles == -(-places // tile[0]) or len(lengths) > 1
+    assert boxes[-2:] == [(tile[1],)] * 2, "keys and values of a block"
+    params = launched.params["forward"]
+    places = rows * (1 << params.log2_packed)
+    assert params.num_tiles == -(-places // tile[0]) or len(lengths) > 1
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministic):
+def test_a_step_queues_its_kernels_and_prepares_them_once(launched, monkeypatch, deterministic):
     q, k, v, bands = tensors()
     options = AttnOptions(0.1, deterministic=deterministic)
     out, lse = torch.empty_like(q), torch.empty(300, 4)
@@ -267,8 +254,9 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministi
         delta = hopper.row_delta(q, out)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         hopper.backward(BackwardInputs(q, k, v, q, lse, delta), bands, options, Gradients(*grads))
+        monkeypatch.setattr(hopper_driver, "LaunchConfig", lambda *_: pytest.fail("prepared again"))
+        monkeypatch.setattr(launch_list, "LaunchConfig", lambda *_: pytest.fail("prepared again"))
     assert launched == ["forward", "row_delta", "preprocess", *backward] * 3
-    assert len(hopper_launch._launches) == 3 + len(backward)
 
 
 def test_a_launch_is_kept_for_its_head_dim_alone(launched, monkeypatch):
@@ -300,12 +288,11 @@ def test_sums_of_keys_lie_in_dq_until_it_is_written(launched):
     for grad_dtype, inside in ((torch.bfloat16, True), (torch.float32, True), (torch.float64, False)):
         grads = tuple(torch.empty(t.shape, dtype=grad_dtype) for t in (q, k, k))
         hopper.backward(BackwardInputs(q, k, k, q, row, row), bands, AttnOptions(0.1), Gradients(*grads))
-        by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
+        by_name = launched.params
         begin, end = grads[0].data_ptr(), grads[0].data_ptr() + grads[0].numel() * grads[0].element_size()
         assert (begin <= by_name["backward"].key_sums < end) == inside
         assert by_name["postprocess_keys"].sums == by_name["backward"].key_sums
         assert by_name["preprocess"].num_key_sums * 16 == 16 * 128 * 8 * 2 * 128 * 4
-        hopper_launch._launches.drop(lambda _key: True)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -321,7 +308,7 @@ def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, d
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         hopper.backward(BackwardInputs(q, k, v, dout, row, row), bands, options, Gradients(*grads))
     assert launched == ["preprocess", "backward_keys", "backward_queries"] * 2
-    by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
+    by_name = launched.params
     keys, queries = by_name["backward_keys"], by_name["backward_queries"]
     assert (keys.dk, keys.dk_row, keys.dk_head) == (grads[1].data_ptr(), 2 * dims[0], dims[0])
     assert (keys.dv, keys.dv_row, keys.dv_head) == (grads[2].data_ptr(), 2 * dims[1], dims[1])
@@ -353,15 +340,18 @@ def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, documen
     assert len(asked) == (5 if deterministic else 6) and set(asked) <= set(hopper_kernels.common_kernels())
 
 
-def test_tensors_that_do_not_begin_at_16_bytes_are_copied_though_a_launch_for_their_strides_is_known(launched):
+def test_tensors_that_do_not_begin_at_16_bytes_are_copied_though_a_launch_for_their_strides_is_known(
+    launched, monkeypatch
+):
     _, k, v, bands = tensors()
-    storage = torch.randn(300 * 4 * 128 + 8).bfloat16()
+    storage, moved = torch.randn(300 * 4 * 128 + 8).bfloat16(), []
+    monkeypatch.setattr(hopper_driver, "move_tensor_map", lambda _at, address: moved.append(address))
     q, shifted = storage[:-8].view(300, 4, 128), storage[1:-7].view(300, 4, 128)
     for x, out in ((q, torch.empty_like(q)), (shifted, torch.empty_like(q)), (q, torch.empty_like(q))):
+        moved.clear()
         hopper.forward(ForwardInputs(x, k, v), bands, AttnOptions(0.1), ForwardOutput(out, torch.empty(300, 4)))
-        ((_, launch),) = hopper_launch._launches.items()
-        assert launch._map_addresses[0] % 16 == 0 and launch.params.out == out.data_ptr()
-        assert (launch._map_addresses[0] == x.data_ptr()) == (x is q)
+        assert launched.params["forward"].out == out.data_ptr()
+        assert moved[0] % 16 == 0 and (moved[0] == x.data_ptr()) == (x is q)
     assert launched == ["forward"] * 3
 
 
@@ -375,13 +365,14 @@ def test_an_output_that_does_not_begin_at_16_bytes_is_computed_elsewhere_and_cop
         hopper.forward(
             ForwardInputs(q, k, v), bands, AttnOptions(0.1), ForwardOutput(out, torch.zeros(300, 4), accumulate)
         )
-        _, launch = hopper_launch._launches.items()[-1]
-        assert launch.params.out % 16 == 0 and (launch.params.out == out.data_ptr()) == (first == 0)
+        written = launched.params["forward"].out
+        assert written % 16 == 0 and (written == out.data_ptr()) == (first == 0)
     assert launched == ["forward"] * 2
 
 
 def test_a_sink_of_all_rows_and_one_of_each_row_have_launches_of_their_own(launched):
     q, k, v, bands = tensors()
+    found = []
     for sink in (torch.zeros(4), torch.zeros(1, 4), torch.zeros(300, 4), torch.zeros(4)):
         hopper.forward(
             ForwardInputs(q, k, v, sink),
@@ -389,7 +380,8 @@ def test_a_sink_of_all_rows_and_one_of_each_row_have_launches_of_their_own(launc
             AttnOptions(0.1),
             ForwardOutput(torch.empty_like(q), torch.empty(300, 4)),
         )
-    assert sorted(launch.params.sink_row for _, launch in hopper_launch._launches.items()) == [0, 4]
+        found.append((launched.params["forward"].sink_row, launched.params["forward"].sink_lse == sink.data_ptr()))
+    assert found == [(0, True), (0, True), (4, True), (0, True)]
 
 
 def test_a_prepared_launch_follows_its_tensors(launched, monkeypatch):
@@ -400,8 +392,8 @@ def test_a_prepared_launch_follows_its_tensors(launched, monkeypatch):
     other = q.clone()
     for x in (q, q, other):
         hopper.forward(ForwardInputs(x, k, v), bands, AttnOptions(0.1), ForwardOutput(out, lse))
-        ((_, launch),) = hopper_launch._launches.items()
-        assert (launch.params.out, launch.params.lse) == (out.data_ptr(), lse.data_ptr())
+        params = launched.params["forward"]
+        assert (params.out, params.lse) == (out.data_ptr(), lse.data_ptr())
     assert moved == [t.data_ptr() for t in (q, k, v, out, other)]  # each once
 
 

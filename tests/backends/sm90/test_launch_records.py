@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_magi.backends.sm90 import attention as hopper
+from megatron_magi.backends.sm90.program import LaunchProgram, new_makers
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
@@ -28,16 +29,16 @@ def _tensors(dims: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tenso
 
 def _launches(monkeypatch, bands, dims, dtype, options: AttnOptions, accumulate: bool) -> list[list[Record]]:
     """Launches of two forwards and backwards of one layout, at other addresses, the second with what the first left."""
-    memos, found = ({}, {}), []
+    program, found = LaunchProgram(bands, 400, new_makers()), []
     with recorded(monkeypatch) as (records, memory):
         for _ in range(2):
             t = _tensors(dims, dtype)
             memory.name(t)
             output = ForwardOutput(t["out"], t["lse"])
-            hopper.forward(ForwardInputs(t["q"], t["k"], t["v"]), bands, options, output, memo=memos[0])
+            hopper.forward(ForwardInputs(t["q"], t["k"], t["v"]), bands, options, output, program=program)
             inputs = BackwardInputs(*(t[name] for name in ("q", "k", "v", "dout", "lse", "delta")))
             grads = Gradients(t["dq"], t["dk"], t["dv"], accumulate, accumulate)
-            hopper.backward(inputs, bands, options, grads, memo=memos[1])
+            hopper.backward(inputs, bands, options, grads, program=program)
             found.append(list(records))
             records.clear()
     return found

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_magi.backends.sm90 import attention as hopper
-from megatron_magi.backends.sm90 import choices, fused_backward, fused_forward, plan, program
+from megatron_magi.backends.sm90 import backward_steps, choices, forward_steps, plan, program
 from megatron_magi.mask import builders
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_operator import slice_attention_traced
@@ -34,7 +34,7 @@ def step(mask, **options):
 def memory(launches):
     """Of the lists of calls of both passes, as they are queued for some addresses."""
     found = {}
-    for key, walk in launches.walks.items():
+    for key, walk in launches.bound.items():
         (calls,) = walk.calls._lists
         calls.queue(*range(1, calls._form.num_slots + 1))
         found[key] = bytes(calls._memory)
@@ -54,8 +54,8 @@ def test_calls_of_a_known_mask_make_nothing(launched, monkeypatch):
 
 def test_another_mask_takes_a_copy_of_the_calls(launched, monkeypatch):
     step(MASKS[0])
-    monkeypatch.setattr(fused_forward, "forward_step", lambda *_: pytest.fail("made again"))
-    monkeypatch.setattr(fused_backward, "backward_steps", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(forward_steps, "forward_step", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(backward_steps, "backward_steps", lambda *_, **__: pytest.fail("made again"))
     step(MASKS[1])
 
 
@@ -65,44 +65,42 @@ def test_copied_calls_are_those_of_the_mask_itself(launched, other):
     mask = builders.varlen(doc_lengths=[N], doc_lengths_k=[900], causal=False)
     step(other)
     step(mask)
-    copied = hopper._one_launches.items()[-1][1]
-    assert copied.makers is hopper._one_launches.items()[0][1].makers
-    hopper._one_launches.drop(lambda _: True)
+    copied = hopper._programs.items()[-1][1]
+    assert copied.makers is hopper._programs.items()[0][1].makers
+    hopper._programs.drop(lambda _: True)
     hopper._makers.drop(lambda _: True)
     step(mask)
-    assert memory(copied) == memory(hopper._one_launches.items()[-1][1])
+    assert memory(copied) == memory(hopper._programs.items()[-1][1])
 
 
 def test_calls_go_with_the_tables_that_they_read(launched):
     step(MASKS[0])
-    launches = hopper._one_launches.items()[-1][1]
-    assert len(launches.walks) == 2
-    for passes in (fused_forward._passes, fused_backward._passes):
-        passes.drop(lambda _: True)
-    assert not launches.walks
+    launches = hopper._programs.items()[-1][1]
+    assert len(launches.bound) == 2
+    program._bound.drop(lambda _: True)
+    assert not launches.bound
     step(MASKS[0])
-    assert len(launches.walks) == 2
+    assert len(launches.bound) == 2
 
 
 def test_a_mask_in_use_stays_prepared_however_many_others_come(launched, monkeypatch):
-    """Calls of a known mask do not ask the caches of passes, which keep those used last."""
-    for module in (fused_forward, fused_backward):
-        monkeypatch.setattr(module, "_passes", LruCache(1 << 30, max_items=2))
+    """Calls of a known mask do not ask the cache of launches, which keeps those used last."""
+    monkeypatch.setattr(program, "_bound", LruCache(1 << 30, max_items=4))
     others = [builders.varlen(doc_lengths=[i, N - i]) for i in range(1, 6)]
     step(MASKS[0])
-    known = dict(hopper._one_launches.items()[-1][1].walks)
+    known = dict(hopper._programs.items()[-1][1].bound)
     assert len(known) == 2
     for other in others:
         step(other)
         step(MASKS[0])
-    assert dict(hopper._one_launches.items()[-1][1].walks) == known
-    assert not hopper._one_launches.items()[0][1].walks, "the others are forgotten"
+    assert dict(hopper._programs.items()[-1][1].bound) == known
+    assert not hopper._programs.items()[0][1].bound, "the others are forgotten"
 
 
 @pytest.mark.parametrize("sink", [None, torch.zeros(1, 8, requires_grad=True)])
 def test_a_compiled_function_queues_the_lists_of_eager_mode(launched, sink):
     step(MASKS[0], sink=sink)
-    first, lists = list(launched), dict(hopper._one_launches.items()[-1][1].walks)
+    first, lists = list(launched), dict(hopper._programs.items()[-1][1].bound)
     launched.clear()
     q, k, v = tensors()
     out, _ = slice_attention_traced(
@@ -112,8 +110,8 @@ def test_a_compiled_function_queues_the_lists_of_eager_mode(launched, sink):
     grads = torch.autograd.grad(out, (q, k, v, *(() if sink is None else (sink,))), torch.zeros_like(out))
     assert launched == first and "row_delta" not in first
     assert len(grads) == 3 + (sink is not None)
-    ((_, launches),) = hopper._one_launches.items()
-    assert dict(launches.walks) == lists
+    ((_, launches),) = hopper._programs.items()
+    assert dict(launches.bound) == lists
 
 
 def test_strides_that_change_from_call_to_call_take_bounded_memory(launched):
@@ -121,32 +119,32 @@ def test_strides_that_change_from_call_to_call_take_bounded_memory(launched):
         _, k, v = (t.detach() for t in tensors())
         wide = torch.zeros(N, 8, width, dtype=torch.bfloat16)[..., :128]
         slice_attention(wide, k, v, MASKS[0], impl="ffa")
-    ((_, launches),) = hopper._one_launches.items()
+    ((_, launches),) = hopper._programs.items()
     assert len(launches.makers) == 64
 
 
 def test_a_call_under_way_keeps_the_tables_that_it_reads(launched):
     step(MASKS[0])
-    launches = hopper._one_launches.items()[-1][1]
-    under_way = next(iter(launches.walks.values()))
+    launches = hopper._programs.items()[-1][1]
+    under_way = next(iter(launches.bound.values()))
     tables = [ref(plan.memory) for plan in under_way.tables.values()]
     assert tables
-    for kept in (fused_forward._passes, fused_backward._passes, plan._plans):
+    for kept in (program._bound, plan._plans):
         kept.drop(lambda _: True)
-    assert list(launches.walks.values()) == [under_way] and all(table() is not None for table in tables)
+    assert list(launches.bound.values()) == [under_way] and all(table() is not None for table in tables)
     del under_way
-    assert not launches.walks and not any(table() is not None for table in tables)
+    assert not launches.bound and not any(table() is not None for table in tables)
 
 
 def test_masks_that_are_remembered_take_bounded_memory(launched, monkeypatch):
     """A table of many slices is megabytes."""
     masks = [builders.varlen(doc_lengths=[length, *[8] * 50, N - 400 - length]) for length in range(1, 21)]
     most = 4 * masks[0].bands.nbytes
-    monkeypatch.setattr(hopper, "_one_launches", LruCache(most))
+    monkeypatch.setattr(hopper, "_programs", LruCache(most))
     for mask in masks:
         slice_attention(*tensors(), mask, impl="ffa")
-        assert sum(launches.bands.nbytes for _, launches in hopper._one_launches.items()) <= most
-    assert len(hopper._one_launches) == 4
+        assert sum(launches.bands.nbytes for _, launches in hopper._programs.items()) <= most
+    assert len(hopper._programs) == 4
 
 
 def test_tests_that_choose_kernels_find_no_calls_of_others(launched, monkeypatch):
@@ -165,7 +163,7 @@ def test_bands_that_change_later_are_another_mask(launched):
     slice_attention(q, k, v, bands, impl="ffa")
     bands[:] = 0
     slice_attention(q, k, v, bands, impl="ffa")
-    first, second = (launches for _, launches in hopper._one_launches.items())
+    first, second = (launches for _, launches in hopper._programs.items())
     np.testing.assert_array_equal(first.bands, MASKS[0].bands)
     assert not second.bands.any()
 
@@ -193,5 +191,6 @@ def test_a_sink_and_the_largest_logits_are_part_of_what_a_list_is_for(launched):
     q, k, v = tensors()
     out, _ = slice_attention(q, k, v, MASKS[0], impl="ffa", sink=torch.zeros(N, 1, 8, requires_grad=True))
     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
-    kinds = [launches for _, launches in hopper._one_launches.items()]
-    assert len(kinds) == 4 and len({id(launches.makers) for launches in kinds}) == 4
+    ((_, launches),) = hopper._programs.items()
+    forwards = [key for key in launches.bound if key[1:3] in ((False, 0), (False, 2), (True, 2), (False, 3))]
+    assert len(forwards) == 4 and len(launches.bound) == 6  # a backward with and one without delta

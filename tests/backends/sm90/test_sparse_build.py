@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 
-from megatron_magi.backends.sm90 import sparse_kernels, sparse_params
+from megatron_magi.backends.sm90 import sparse_kernels
+from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.cuda import build
 
 pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
@@ -17,35 +18,28 @@ MOST_SPILLED_BYTES = 32  # by producers that gather rows, once an item
 CPU = torch.device("cpu")
 
 KERNELS = {
-    "sparse_forward": (sparse_kernels.forward_kernel, (2, False), sparse_params.SparseForwardParams),
-    "sparse_forward, single keys": (sparse_kernels.forward_kernel, (2, True), sparse_params.SparseForwardParams),
-    "sparse_forward, few places": (sparse_kernels.forward_kernel, (1, False), sparse_params.SparseForwardParams),
-    "sparse_forward, few places, single keys": (
-        sparse_kernels.forward_kernel,
-        (1, True),
-        sparse_params.SparseForwardParams,
-    ),
-    "sparse_backward, single keys": (sparse_kernels.backward_kernel, (False,), sparse_params.SparseBackwardParams),
-    "sparse_backward, single keys, integers": (
-        sparse_kernels.backward_kernel,
-        (True,),
-        sparse_params.SparseBackwardParams,
-    ),
-    "sparse_backward_queries": (sparse_kernels.backward_queries_kernel, (), sparse_params.SparseBackwardParams),
-    "sparse_backward_keys, 64": (sparse_kernels.backward_keys_kernel, (64, False), sparse_params.SparseKeysParams),
-    "sparse_backward_keys, 128": (sparse_kernels.backward_keys_kernel, (128, False), sparse_params.SparseKeysParams),
-    "sparse_backward_keys, dq": (sparse_kernels.backward_keys_kernel, (128, True), sparse_params.SparseKeysParams),
+    "sparse_forward": (sparse_kernels.forward_kernel, (2, False)),
+    "sparse_forward, single keys": (sparse_kernels.forward_kernel, (2, True)),
+    "sparse_forward, few places": (sparse_kernels.forward_kernel, (1, False)),
+    "sparse_forward, few places, single keys": (sparse_kernels.forward_kernel, (1, True)),
+    "sparse_backward, single keys": (sparse_kernels.backward_kernel, (False,)),
+    "sparse_backward, single keys, integers": (sparse_kernels.backward_kernel, (True,)),
+    "sparse_backward_queries": (sparse_kernels.backward_queries_kernel, ()),
+    "sparse_backward_keys, 64": (sparse_kernels.backward_keys_kernel, (64, False)),
+    "sparse_backward_keys, 128": (sparse_kernels.backward_keys_kernel, (128, False)),
+    "sparse_backward_keys, dq": (sparse_kernels.backward_keys_kernel, (128, True)),
 }
 
 
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_sparse_kernels_fit_shared_memory_and_compile_without_serialised_products_or_large_spills(monkeypatch, name):
-    make, options, params = KERNELS[name]
+    make, options = KERNELS[name]
     asked = []
     monkeypatch.setattr(sparse_kernels, "_load", lambda *args: asked.append(args))
     make(CPU, torch.bfloat16, 128, *options)
     ((_, source, defines, threads, shared_bytes),) = asked
     assert shared_bytes <= MOST_SHARED_BYTES // (2 if threads == 256 else 1)
+    params = params_of(source)
     name_in_c, source = params.__name__, f"attention/sm90/{source}.cu"
     used = -(-params.pad.offset // 64) * 64  # tensor maps are aligned so, and with them the struct
     checked = f"static_assert(sizeof({name_in_c}) == {used});\n"

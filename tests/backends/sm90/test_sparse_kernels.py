@@ -160,9 +160,8 @@ def test_deterministic_gradients_repeat_bit_by_bit(k_block):
     single = k_block == 1
     pattern = index_pattern(2, 300, 2000, 700) if single else block_pattern("lists", 2, 300, 2000, 16, k_block, True)
     x = make_case(pattern, 300, 2000, (32, 2))
-    out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, pattern, x.scale, sink_lse=None, return_max_logits=False)
-    delta = (x.dout.float() * out.float()).sum(-1)
-    runs = [sparse_hopper.backward((x.q, x.k, x.v, x.dout), lse, delta, pattern, x.scale, True) for _ in range(20)]
+    out, lse, _ = x.forward(sparse_hopper)
+    runs = [x.backward(sparse_hopper, out, lse, deterministic=True) for _ in range(20)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
@@ -254,9 +253,8 @@ def test_lists_of_queries_that_are_cut_into_parts_mean_the_same(
     pattern = block_pattern(form, heads[1], num_rows, num_keys, q_block, k_block, causal=False)
     x = make_case(pattern, num_rows, num_keys, heads)
     check_backward(x, deterministic)
-    out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, pattern, x.scale, sink_lse=None, return_max_logits=False)
-    tensors, delta = (x.q, x.k, x.v, x.dout), (x.dout.float() * out.float()).sum(-1)
-    runs = [sparse_hopper.backward(tensors, lse, delta, pattern, x.scale, deterministic) for _ in range(5)]
+    out, lse, _ = x.forward(sparse_hopper)
+    runs = [x.backward(sparse_hopper, out, lse, deterministic) for _ in range(5)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 

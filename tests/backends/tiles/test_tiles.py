@@ -14,7 +14,7 @@ from megatron_magi.backends.sm90.plan import Tiling, make_host_plan
 from megatron_magi.backends.sm90.schedule import best_splits
 from megatron_magi.backends.tiles import costs as tile_costs
 from megatron_magi.backends.tiles import cpp_tiles
-from megatron_magi.backends.tiles.cuts import _segment_columns
+from megatron_magi.backends.tiles.tile_starts import _segment_columns
 from megatron_magi.backends.tiles.tiles import (
     EVERYTHING,
     UNIT,

@@ -15,6 +15,7 @@ import tests.backends.triton.interpreted
 import torch
 from megatron_magi.backends.reference import sparse as reference
 from megatron_magi.backends.triton import sparse as kernels
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern
 from tests.backends.sm90.sparse_cases import csr_of_mask, lists_with_gaps, random_mask
 
@@ -42,9 +43,9 @@ def pattern_of(form, lists, num_rows, num_keys, q_block, k_block, causal):
 
 def results(module, tensors, pattern, sink):
     q, k, v, dout = tensors
-    out, lse, top = module.forward(q, k, v, pattern, 0.2, sink_lse=sink, return_max_logits=True)
+    out, lse, top = module.forward(ForwardInputs(q, k, v, sink), pattern, 0.2, return_max_logits=True)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    return out, lse, top, *module.backward(tensors, lse, delta, pattern, 0.2, False)
+    return out, lse, top, *module.backward(BackwardInputs(*tensors, lse, delta), pattern, 0.2, False)
 
 
 CASES = [
@@ -85,8 +86,8 @@ shape_of = kernels._shape
 kernels._shape = lambda *call: ((shape_of(*call)[1]["PARTS"] * 2,), shape_of(*call)[1])
 pattern = pattern_of("strided mask", 2, 40, 150, 5, 64, False)
 tensors = [torch.randn(n, h, 16, generator=draw) for n, h in ((40, 6), (150, 2), (150, 2), (40, 6))]
-out, lse, top = kernels.forward(*tensors[:3], pattern, 0.2, sink_lse=None, return_max_logits=True)
-dq, dk, dv = kernels.backward(tensors, torch.zeros(40, 6), torch.zeros(40, 6), pattern, 0.2, False)
+out, lse, top = kernels.forward(ForwardInputs(*tensors[:3], None), pattern, 0.2, return_max_logits=True)
+dq, dk, dv = kernels.backward(BackwardInputs(*tensors, *torch.zeros(2, 40, 6)), pattern, 0.2, False)
 for name, x, num_rows in (("out", out, 5), ("lse", lse, 5), ("dq", dq, 5), ("dk", dk, 64), ("dv", dv, 64)):
     assert not x[:num_rows].isnan().any() and x[num_rows:].isnan().all(), name
 print("compared", len(CASES))

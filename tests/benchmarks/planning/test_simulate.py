@@ -131,8 +131,19 @@ def test_chart_is_drawn(tmp_path):
 
 def test_the_default_dispatch_is_predicted_to_be_as_fast_as_given_layouts_or_faster() -> None:
     for name in ("causal", "documents"):
-        rows = [dict(zip(simulate.LAYOUT_HEADER, r, strict=True)) for r in simulate.layout_rows(name, 4096, 8, H100)]
-        assert [r["layout"] for r in rows] == ["planned", "zigzag", "contiguous"]
-        steps = [float(r["step_ms"]) for r in rows]
-        assert steps[0] <= 1.01 * steps[1] < steps[2]
-        assert float(rows[2]["balance"]) > 1.5
+        rows = [dict(zip(simulate.LAYOUT_HEADER, r, strict=True)) for r in simulate.layout_rows(name, 8192, 8, H100)]
+        zigzag, contiguous = "zigzag", "contiguous"
+        found = {r["layout"]: r for r in rows}
+        assert list(found) == [
+            "planned",
+            *(at + how for at in (zigzag, contiguous) for how in ("", ", queries travel")),
+        ]
+        steps, balance, queries = (
+            {at: float(r[column]) for at, r in found.items()} for column in ("step_ms", "balance", "query_mib")
+        )
+        assert steps["planned"] <= 1.01 * steps[zigzag] < steps[contiguous] and balance[contiguous] > 1.5
+        travel = f"{contiguous}, queries travel"
+        assert steps[travel] < 1.1 * steps["planned"] and balance[travel] < 1.05 and queries[travel] > 0
+        assert steps[f"{zigzag}, queries travel"] <= steps[zigzag] and queries[zigzag] == 0
+        if name == "causal":  # even already
+            assert queries[f"{zigzag}, queries travel"] == 0

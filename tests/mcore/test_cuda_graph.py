@@ -15,10 +15,10 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 
 from megatron_magi.attention import AttnShape
-from megatron_magi.mcore import forward_step, graphs
+from megatron_magi.mcore import cuda_graph, forward_step
 from megatron_magi.mcore.batch import ReadBatches
+from megatron_magi.mcore.cuda_graph import GraphedIterations
 from megatron_magi.mcore.forward_step import MagiForwardStep, check_captures
-from megatron_magi.mcore.graphs import GraphedIterations
 from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.loss import microbatch_loss
 from megatron_magi.mcore.user_step import UserForwardStep
@@ -60,11 +60,11 @@ def iterations(monkeypatch):
     """A wrapped schedule that sums microbatches up, and notes which were read from their places."""
     step = MagiForwardStep(lambda: None)
     step._group = ranks = Group(2)
-    monkeypatch.setattr(graphs.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(cuda_graph.dist, "get_world_size", lambda: 2)
     left = list(range(1, 10))
     monkeypatch.setattr(step, "read", lambda *_: left.pop(0))
     seen, forgotten = [], []
-    monkeypatch.setattr(graphs, "forget_graphs", forgotten.append)
+    monkeypatch.setattr(cuda_graph, "forget_graphs", forgotten.append)
 
     def schedule(*, data_iterator, **_):
         (batches,) = data_iterator
@@ -74,14 +74,14 @@ def iterations(monkeypatch):
         return [sum(x[0] if isinstance(x, list) else x for x in found)]
 
     def capture(_wrapper, stage, static):
-        places = graphs.GraphedIterations._places[stage]
+        places = cuda_graph.GraphedIterations._places[stage]
         FullCudaGraphWrapper.result[stage] = [None]
         FullCudaGraphWrapper.cuda_graph[stage] = Graph(lambda: [sum(place.batch[0] for place in places)])
         assert static["data_iterator"]
         return FullCudaGraphWrapper.cuda_graph[stage]
 
-    monkeypatch.setattr(graphs, "StaticBatch", Place)
-    monkeypatch.setattr(graphs, "is_magi", lambda: True)
+    monkeypatch.setattr(cuda_graph, "StaticBatch", Place)
+    monkeypatch.setattr(cuda_graph, "is_magi", lambda: True)
     monkeypatch.setattr(GraphedIterations, "_capture", capture)
     wrapper = GraphedIterations(schedule, cuda_graph_warmup_steps=2)
     monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", {"training": None, "validation": None})
@@ -148,8 +148,8 @@ def test_replicas_capture_again_together(iterations, monkeypatch, caplog):
         asked.append(value)
         return SimpleNamespace(values=lambda: [value, value, *[int(len(asked) - 1 in large)] * 2])
 
-    monkeypatch.setattr(graphs.dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(graphs, "start_agreement", agreement)
+    monkeypatch.setattr(cuda_graph.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(cuda_graph, "start_agreement", agreement)
     assert [iterations.run()[0] for _ in range(3)] == [3, 7, 11] and len(iterations.seen) == 2
     assert iterations.run() == [15] and len(iterations.seen) == 3, "not replayed"
     assert "captured again, with more room: a microbatch of ranks [2, 3] does not fit" in caplog.text
@@ -252,9 +252,9 @@ def test_a_graph_shares_the_memory_of_another_but_takes_none_that_all_graphs_hav
         "synchronize": lambda: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(graphs.dist, "barrier", lambda: None)
-    monkeypatch.setattr(graphs, "get_all_rng_states", dict)
-    monkeypatch.setattr(graphs, "get_shared_capture_stream", lambda: None)
+    monkeypatch.setattr(cuda_graph.dist, "barrier", lambda: None)
+    monkeypatch.setattr(cuda_graph, "get_all_rng_states", dict)
+    monkeypatch.setattr(cuda_graph, "get_shared_capture_stream", lambda: None)
     for name, value in {"cuda_graph": None, "result": None, "curr_iteration": 0}.items():
         monkeypatch.setattr(FullCudaGraphWrapper, name, dict.fromkeys(("training", "validation"), value))
     wrapper = GraphedIterations(lambda: "done", use_single_mempool=True)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.plan import Plan, make_plan, native, swaps
+from megatron_magi.plan import Plan, cpp_solver, make_plan, swaps
 from megatron_magi.plan.affinity import search
-from megatron_magi.plan.balance import _even, candidates
+from megatron_magi.plan.dispatch import _even, candidates
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.traffic import Start, Traffic
 
 from .test_plan import LONG, assume_enough_tokens, configs, masks, uneven_lengths
 
-built = pytest.mark.skipif(not native.available(), reason="the planner in C++ is not built")
+built = pytest.mark.skipif(not cpp_solver.available(), reason="the planner in C++ is not built")
 
 
 def plan_with(planner: str, mask: AttnMask, config: MagiConfig, cp_size: int) -> Plan:
@@ -178,10 +178,10 @@ def searches(draw):
 def test_any_search_finds_what_that_in_python_finds(arguments, limits) -> None:
     _, area, balanced, _, targets, _ = arguments
     with patch.multiple(swaps, **limits):
-        np.testing.assert_array_equal(native.search(*arguments), search(*arguments))
+        np.testing.assert_array_equal(cpp_solver.search(*arguments), search(*arguments))
         for target in (0, *targets):
             capacity = np.bincount(balanced)
-            np.testing.assert_array_equal(native.even(area, capacity, target), _even(area, capacity, target))
+            np.testing.assert_array_equal(cpp_solver.even(area, capacity, target), _even(area, capacity, target))
 
 
 @built
@@ -225,7 +225,7 @@ def test_ranks_that_are_asked_for_a_swap_last_are_asked_in_the_same_order(monkey
 def test_where_it_is_not_built_plans_are_made_in_python_and_asking_for_it_is_an_error(monkeypatch) -> None:
     mask = builders.varlen(doc_lengths=[100, 300], causal=True)
     expected = plan_with("python", mask, MagiConfig(), 4)
-    monkeypatch.setattr(native, "_library", lambda: None)
+    monkeypatch.setattr(cpp_solver, "_library", lambda: None)
     assert make_plan(mask, cp_size=4).plan_hash == expected.plan_hash
     with pytest.raises(ValueError, match=r"^planner: .*not built"):
         plan_with("native", mask, MagiConfig(), 4)
@@ -233,4 +233,4 @@ def test_where_it_is_not_built_plans_are_made_in_python_and_asking_for_it_is_an_
 
 @built
 def test_the_default_plans_in_cpp_where_it_is_built() -> None:
-    assert native.chosen("auto") and native.chosen("native") and not native.chosen("python")
+    assert cpp_solver.chosen("auto") and cpp_solver.chosen("native") and not cpp_solver.chosen("python")

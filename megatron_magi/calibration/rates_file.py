@@ -13,8 +13,8 @@ import torch
 
 from megatron_magi.backends.costs import DEFAULT, rates_of
 from megatron_magi.config import MagiConfig
+from megatron_magi.cost_model import Rates
 from megatron_magi.cuda.build import default_cache_dir
-from megatron_magi.rates import Rates
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.traffic import Start, Traffic
 from megatron_magi.runtime import cpp_library
 
-_VERSION = 5
+_VERSION = 6
 """Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
 _Int = ctypes.c_int64
 
@@ -52,7 +52,7 @@ def chosen(planner: str) -> bool:
 
 
 def even(area: np.ndarray, capacity: np.ndarray, target: int) -> np.ndarray:
-    """`balance._even` in C++, with equal results."""
+    """`dispatch._even` in C++, with equal results."""
     rank = np.empty(len(area), dtype=np.int64)
     sizes = _Int(len(area)), _Int(len(capacity))
     _call("magi_balance", *sizes, area, capacity, _Int(target), ctypes.byref(_limits()), rank)
@@ -92,18 +92,51 @@ def search(
     return ranks
 
 
-def count(mask: AttnMask, bounds: np.ndarray, rank: np.ndarray, cp_size: int, ranks_per_node: int) -> Counts:
+def count(
+    mask: AttnMask,
+    bounds: np.ndarray,
+    rank: np.ndarray,
+    cp_size: int,
+    ranks_per_node: int,
+    host: np.ndarray | None = None,
+) -> Counts:
     """`counts.count` in C++, with equal results."""
-    return Counts(*(c[0] for c in count_all(mask, bounds, rank[None], cp_size, ranks_per_node)))
+    hosts = None if host is None else host[None]
+    return Counts(*(c[0] for c in count_all(mask, bounds, rank[None], cp_size, ranks_per_node, hosts)))
 
 
-def count_all(mask: AttnMask, bounds: np.ndarray, ranks: np.ndarray, cp_size: int, ranks_per_node: int) -> Counts:
+def count_all(
+    mask: AttnMask,
+    bounds: np.ndarray,
+    ranks: np.ndarray,
+    cp_size: int,
+    ranks_per_node: int,
+    hosts: np.ndarray | None = None,
+) -> Counts:
     """`counts.count_all` in C++, with equal results."""
     num, num_chunks = ranks.shape
     out = np.empty((num, len(Counts._fields), 2, cp_size), dtype=np.int64)
     sizes = _Int(num_chunks), _Int(num), _Int(cp_size), _Int(ranks_per_node)
-    _call("magi_count", mask.bands, _Int(len(mask.bands)), bounds, ranks, *sizes, out)
+    of_queries = ranks if hosts is None else hosts
+    _call("magi_count", mask.bands, _Int(len(mask.bands)), bounds, ranks, of_queries, *sizes, out)
     return Counts(*out.swapaxes(0, 1))
+
+
+def spread(arrays: list[np.ndarray], weights: list[int], aims: list[tuple[int, bool]], load: np.ndarray) -> np.ndarray:
+    """`travel.spread` in C++, with equal results.
+
+    Args:
+        arrays: `travel.Blocks`, without its bounds.
+        weights: `travel.Weights`, then the numbers of hosts and of rows there.
+        aims: `travel.Aim`.
+        load: area of each rank at home, int64 ``[cp_size]``.
+    """
+    hosts = np.empty((len(aims), len(arrays[0])), dtype=np.int64)
+    targets, near = (np.array([aim[at] for aim in aims], dtype=np.int64) for at in (0, 1))
+    sizes = _Int(len(arrays[0])), _Int(len(load))
+    of_rows = np.array(weights, dtype=np.int64)
+    _call("magi_spread", *sizes, *arrays, of_rows, targets, near, _Int(len(aims)), load, hosts)
+    return hosts
 
 
 def _limits() -> _Limits:

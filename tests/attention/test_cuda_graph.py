@@ -8,12 +8,13 @@ import torch
 
 from megatron_magi import api
 from megatron_magi.attention import AttnShape, StaticPlans, distributed_attention, prepare_batch
+from megatron_magi.attention.cuda_graph import _StaticPlan
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.plan import device_plan, schedule_of
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
-from megatron_magi.cuda import launch as hopper_launch
+from megatron_magi.cuda import driver
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.plan import RankPlan, make_plan
+from megatron_magi.plan import RankPlan, given_dispatch, make_plan
 from tests.attention.cases import random_mask
 from tests.backends.sm90.fake_driver import fake_driver
 
@@ -89,7 +90,14 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_launches_stay_and_read_the_tables_of_the_mask_that_was_loaded(monkeypatch, name, deterministic):
     config = MagiConfig(attend=AttendConfig(impl="ffa", deterministic=deterministic))
-    with fake_driver(monkeypatch):
+    with fake_driver(monkeypatch) as launched:
+        note, grids = driver.Kernel.launch, {}
+
+        def look(kernel, config, pointers) -> None:
+            note(kernel, config, pointers)
+            grids[kernel.handle] = driver.LaunchConfig.from_address(config).grid[0]
+
+        monkeypatch.setattr(driver.Kernel, "launch", look)
         inputs = tensors(ROWS, shape_of(*SHAPES[name]), CPU)
         first, *others = some_masks(ROWS)[::5]
         static = StaticPlans({0: plan_of(first)}, CPU, headroom=8)
@@ -97,8 +105,9 @@ def test_launches_stay_and_read_the_tables_of_the_mask_that_was_loaded(monkeypat
 
         def launches() -> list[tuple]:
             """What launches are told of a mask, and their grids."""
-            known = [launch for _, launch in hopper_launch._launches.items()]
-            return [(*(getattr(x.params, name, None) for name in OF_A_MASK), x._config.grid[0]) for x in known]
+            assert len(launched.params) >= 4 and grids.keys() == launched.params.keys()
+            structs = [(kernel, of) for kernel, x in launched.params.items() for of in (x, getattr(x, "plan", None))]
+            return [grids, *((kernel, *(getattr(of, name, None) for name in OF_A_MASK)) for kernel, of in structs)]
 
         (mask,) = static._static[0].masks
         before, num_plans = launches(), len(mask._plans)
@@ -334,3 +343,10 @@ def test_a_static_key_is_of_one_group_and_configuration():
         api.make_static_key(key, headroom=0)
     with pytest.raises(ValueError, match="key: "):
         api.make_static_key(static)
+
+
+def test_plans_whose_queries_travel_are_refused_by_name():
+    home, hosts = (given_dispatch(name, 64, 2) for name in ("contiguous", "zigzag"))
+    plan = make_plan(builders.causal(64), MagiConfig(overlap=ONE_STAGE), 2, home, hosts).for_rank(0)
+    with pytest.raises(ValueError, match=r"^plans: queries of 'a' travel.*dispatch.queries=\"home\""):
+        _StaticPlan("a", [plan], CPU, None, None, 2.0)

@@ -53,11 +53,16 @@ def test_a_wider_tolerance_fetches_at_most_5_percent_more_and_balance_stays_with
             fewest = min(fewest, rows)
 
 
+def even_and_near(mask):
+    """The dispatches of min_heap and of affinity without a tolerance, on 16 ranks."""
+    even = make_dispatch(mask, DispatchConfig(algorithm="min_heap"), 16)
+    return even, make_dispatch(mask, DispatchConfig(algorithm="affinity", balance_tolerance=1.0), 16)
+
+
 def test_perfect_balance_in_the_default_dispatch_does_not_cost_the_rows_of_min_heap() -> None:
     for seed in range(2):
         mask = make_mask("full", uneven_lengths(1 << 18, 125, seed))
-        even = make_dispatch(mask, DispatchConfig(algorithm="min_heap"), 16)
-        near = make_dispatch(mask, DispatchConfig(algorithm="affinity", balance_tolerance=1.0), 16)
+        even, near = even_and_near(mask)
         assert fetched_rows(mask, near) < 0.3 * fetched_rows(mask, even)
         assert balance(mask, near) <= 1.001
 
@@ -66,8 +71,7 @@ def test_a_balance_that_no_repair_reaches_is_approached_from_the_even_dispatch()
     """Eight window documents in 16 chunks a rank: pair swaps end just above what min-heap reaches."""
     for seed in range(2):
         mask = make_mask("window", uneven_lengths(1 << 18, 8, seed))
-        even = make_dispatch(mask, DispatchConfig(algorithm="min_heap"), 16)
-        near = make_dispatch(mask, DispatchConfig(algorithm="affinity", balance_tolerance=1.0), 16)
+        even, near = even_and_near(mask)
         assert fetched_rows(mask, near) < 0.85 * fetched_rows(mask, even)
         assert balance(mask, near) <= max(1.001, balance(mask, even)) + 1e-9
 

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.config import DispatchConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
-from megatron_magi.plan import native
+from megatron_magi.plan import cpp_solver
 from megatron_magi.plan.affinity import affinity
 from megatron_magi.plan.chunks import chunk_areas
 from megatron_magi.plan.counts import count_all
@@ -62,13 +62,13 @@ def candidates(mask: AttnMask, bounds: np.ndarray, cp_size: int, config: Dispatc
     capacity[: num_chunks % cp_size] += 1
     found: dict[str, np.ndarray] = {}
     area = chunk_areas(mask, bounds)
-    use_native = native.chosen(config.planner)
+    use_cpp = cpp_solver.chosen(config.planner)
     if algorithm in ("auto", "affinity"):
         wider = _WIDER if algorithm == "auto" else ()
         tolerances = [config.balance_tolerance, *(t for t in wider if t > config.balance_tolerance)]
-        found |= _affine(mask, bounds, area, capacity, tolerances, use_native)
+        found |= _affine(mask, bounds, area, capacity, tolerances, use_cpp)
     makers: dict[str, Callable[[], np.ndarray]] = {
-        "min_heap": lambda: (native.even if use_native else _even)(area, capacity, 0),
+        "min_heap": lambda: (cpp_solver.even if use_cpp else _even)(area, capacity, 0),
         "sorted_sequential": lambda: _deal(area, capacity),
         "zigzag": lambda: _zigzag(capacity),
         "sequential": lambda: np.repeat(np.arange(cp_size, dtype=np.int64), capacity),
@@ -91,7 +91,7 @@ def predictions(
     ranks_per_node: int | None = None,
 ) -> dict[str, Prediction]:
     """The predicted step of each candidate; arguments as in `assign_chunks`."""
-    rates, counts = config.rates or DEFAULT, native.count_all if native.chosen(config.planner) else count_all
+    rates, counts = config.rates or DEFAULT, cpp_solver.count_all if cpp_solver.chosen(config.planner) else count_all
     node, lengths = ranks_per_node or rates.ranks_per_node, np.diff(bounds)
     counted = counts(mask, bounds, np.stack(list(found.values())), cp_size, node)
     rows = [int(sum_by_rank(rank, lengths, cp_size).max()) for rank in found.values()]
@@ -113,16 +113,16 @@ def _affine(
     area: np.ndarray,
     capacity: np.ndarray,
     tolerances: list[float],
-    use_native: bool,
+    use_cpp: bool,
 ) -> dict[str, np.ndarray]:
     """The dispatch of `affinity` at each tolerance, by name."""
     total, cp_size = int(area.sum()), len(capacity)
     tight = total * (1000 + _EVEN_ENOUGH) // (1000 * cp_size)
-    balanced = (native.even if use_native else _even)(area, capacity, tight)
+    balanced = (cpp_solver.even if use_cpp else _even)(area, capacity, tight)
     tight = max(tight, int(sum_by_rank(balanced, area, cp_size).max()))
     # A tolerance of cp_size allows everything; larger ones are equivalent.
     limits = [max(tight, int(min(tolerance, cp_size) * total / cp_size)) for tolerance in tolerances]
-    found = affinity(mask, bounds, area, balanced, tight, limits, use_native)
+    found = affinity(mask, bounds, area, balanced, tight, limits, use_cpp)
     return {f"affinity {tolerance:g}": rank for tolerance, rank in zip(tolerances, found, strict=True)}
 
 

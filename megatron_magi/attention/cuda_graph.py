@@ -20,11 +20,12 @@ from megatron_magi.comm.static_args import StaticArgs
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.slice_passes import backend_that
 from megatron_magi.plan import RankPlan
-from megatron_magi.plan.schedule import make_schedule
+from megatron_magi.plan.overlap_schedule import make_schedule
 from megatron_magi.plan.types import Runtime
 
 _NOTHING = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
 _NOTHING.setflags(write=False)
+_AT_HOME = 'plan it with dispatch.queries="home"'
 
 
 class StaticPlans:
@@ -36,8 +37,9 @@ class StaticPlans:
     first plans and used for all masks. Making it is collective over the group.
 
     Args:
-        plans: of the first microbatch, which is loaded. On several ranks of at most one remote stage
-            (``OverlapConfig(degree=1)``), with ``comm.ranks_per_node`` None and without ``dispatch.uneven_shard``.
+        plans: of the first microbatch, which is loaded, of queries that do not travel (`RankPlan.moves`). On several
+            ranks of at most one remote stage (``OverlapConfig(degree=1)``), with ``comm.ranks_per_node`` None and
+            without ``dispatch.uneven_shard``.
         device: a Hopper GPU.
         group: the ranks; None for one.
         headroom: capacity of tables, and of fetched rows, as a multiple of the longest of ``plans`` and ``samples``; at
@@ -173,6 +175,8 @@ class _StaticPlan:
         cp_size, num_rows = plan.cp_size, plan.num_rows
         if any((sample.cp_size, sample.num_rows) != (cp_size, num_rows) for sample in samples):
             raise ValueError(f"samples: {name!r} has other numbers of rows or ranks than the first")
+        if any(sample.moves is not None for sample in samples):
+            raise ValueError(f"plans: queries of {name!r} travel, those of static plans do not; {_AT_HOME}")
         self._device, self._args, most_keys = device, None, [num_rows]
         runtime = Runtime()
         if cp_size > 1:
@@ -210,6 +214,8 @@ class _StaticPlan:
             return (
                 f"it has {plan.num_rows} rows, of {plan.cp_size} ranks, not {self.plan.num_rows} of {self.plan.cp_size}"
             )
+        if plan.moves is not None:
+            return f"its queries travel; {_AT_HOME}"
         if plan.degree >= len(self.masks):
             return f"it has {plan.degree} remote stages, not {len(self.masks) - 1}"
         reason = None if self._args is None else self._args.why_not(self._cast(plan))

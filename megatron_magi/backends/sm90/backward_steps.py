@@ -1,0 +1,360 @@
+"""The kernels of a backward pass, as steps of a list of launches. In launch order:
+
+1. ``preprocess``: lse and delta in the layout of the next kernels, and zeros in memory that they add to.
+2. ``backward``: dk and dv, and sums of dq in device memory if that is faster. For wide heads ``backward_keys``: dk, dv.
+3. ``postprocess_keys``: dk and dv of tiles whose query heads were split, from their sums.
+4. ``postprocess_dq``: dq from its sums; or ``backward_queries``, which computes dq without sums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megatron_magi.backends.sm90 import kernels as hopper_kernels
+from megatron_magi.backends.sm90.choices import WHOLE_TILE, BackwardChoice
+from megatron_magi.backends.sm90.mask_numbers import BackwardForm, first_arriving
+from megatron_magi.backends.sm90.support import (
+    COUNTER_BYTES,
+    LOG2_E,
+    WAITING,
+    of_rows,
+    of_tables,
+    work_counter,
+)
+from megatron_magi.backends.tiles.tiles import UNIT
+from megatron_magi.cuda.arriving import Arriving
+from megatron_magi.cuda.launch_list import Map, Place, Step, make_step
+from megatron_magi.cuda.layout import Like
+from megatron_magi.operands.options import AttnOptions
+
+_SUMS_ALIGNMENT = 32  # floats: a cache line
+_POSTPROCESS_ROWS = 64  # rows of a thread block of the kernel that finishes dq
+_ZEROING_BLOCKS = 1024
+_STATS_HEADS, _DELTA_HEADS = (
+    32,
+    8,
+)  # heads (of 32 rows) of a thread block of the preprocess kernel; if it computes delta
+_STATS, _MINUS_DELTA, _SUMS = ("stats", "at.stats"), ("stats", "at.minus_delta"), ("stats", "at.sums")
+
+
+class BackwardLayouts(NamedTuple):
+    """Tensors of the layout of a backward's, or the layouts.
+
+    Attributes:
+        inputs: q, k, v, dout in one dtype, as TMA can load them.
+        out: the output, of which delta is computed; None if delta is given.
+        lse, delta: fp32 ``[num_rows, num_heads]``.
+        grads: what the kernels write dq, dk and dv to.
+    """
+
+    inputs: tuple[Like, Like, Like, Like]
+    out: Like | None
+    lse: Like
+    delta: Like
+    grads: tuple[Like, Like, Like]
+
+
+class Sent(NamedTuple):
+    """The communication around a backward.
+
+    Attributes:
+        arriving: fetched keys, at least one; None if this rank fetches none.
+        places: where dk and dv of these keys are written.
+        moves: a kernel that transfers keys is launched right before the backward.
+        returns: a kernel that sends ``places`` back is launched between `Steps.keys` and `Steps.rest`.
+    """
+
+    arriving: Arriving | None
+    places: tuple[Place, Place]
+    moves: bool
+    returns: bool
+
+
+class Part(NamedTuple):
+    """Which of several passes over the same queries, that add to the same sums of dq, a backward is.
+
+    Attributes:
+        is_first: it computes row statistics and zeroes the sums of dq.
+        is_last: it writes dq.
+    """
+
+    is_first: bool = True
+    is_last: bool = True
+
+
+class Steps(NamedTuple):
+    """Kernels of a backward pass.
+
+    Attributes:
+        before: kernels before the one that waits for fetched keys.
+        keys: the kernel that waits for keys, and the one that finishes their gradients.
+        rest: the kernel that writes dq, if one does. The kernel that sends gradients of keys is launched before it, and
+            runs concurrently.
+        rest_is_apart: ``rest`` uses no results of ``keys``; the kernel between them may overlap ``keys``.
+    """
+
+    before: tuple[Step, ...]
+    keys: tuple[Step, ...]
+    rest: tuple[Step, ...]
+    rest_is_apart: bool
+
+
+class RowMemory(NamedTuple):
+    """Sizes of row statistics and of sums of dq, in fp32 numbers.
+
+    Attributes:
+        rows: rows of the statistics of a head, with padding for the reads of the last block.
+        stats: size of lse, equal to that of -delta, over all heads.
+        sums: size of the sums of dq.
+        splits_stats: statistics are split into bf16 terms, see `kernels.splits_stats`.
+    """
+
+    rows: int
+    stats: int
+    sums: int
+    splits_stats: bool
+
+    @classmethod
+    def of(cls, q: Like, dims: tuple[int, int], softcap: float, choice: BackwardChoice) -> RowMemory:
+        """For queries and the kernels of a choice; ``dims``: the head dims of these."""
+        num_rows, num_heads, _ = q.shape
+        rows = -(-num_rows // 32) * 32 + choice.shape[1]
+        splits = hopper_kernels.splits_stats(q.dtype, dims, softcap > 0, choice.adds_dq)
+        stats = -(-num_heads * rows * (1 + splits) // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
+        return cls(rows, stats, num_heads * rows * dims[0] if choice.adds_dq else 0, splits)
+
+
+def scratch_numbers(
+    layouts: BackwardLayouts, form: BackwardForm, options: AttnOptions, key_sums: int, begin: int, is_first: bool
+) -> tuple[dict[str, int], int]:
+    """Byte offsets of statistics and sums in the memory of a call, by name, and the size of this memory.
+
+    Args:
+        layouts, form, options: of the pass.
+        key_sums: the mask's number of this name.
+        begin: first free byte, a multiple of 128.
+        is_first: see `Part`; others have statistics and sums of dq in the memory of the first one.
+    """
+    q, _, v, _ = layouts.inputs
+    sizes = RowMemory.of(q, _dims(q, v), options.softcap, form.choice)
+    minus_delta = begin + 4 * sizes.stats
+    sums = minus_delta + 4 * sizes.stats
+    end = sums + 4 * sizes.sums if is_first else begin
+    found = {"at.stats": begin, "at.minus_delta": minus_delta, "at.sums": sums, "at.key_sums": end}
+    return found, end if form.sums_in_dq else end + 4 * key_sums
+
+
+def backward_steps(
+    layouts: BackwardLayouts,
+    form: BackwardForm,
+    options: AttnOptions,
+    stream: int,
+    *,
+    sent: Sent,
+    part: Part,
+    wants_delta: bool = False,
+) -> Steps:
+    """The kernels that write all gradients; the first is launched right after the kernel that fetches keys.
+
+    Hold `stream_lock` while they are queued: each assumes that the kernels before the one before it are complete. Their
+    addresses are ``q``, ``k``, ``v``, ``dout``, ``out`` or ``delta``, ``lse``, ``dq``, ``dk``, ``dv``, ``stats`` and
+    ``scratch``, and with ``out`` also ``delta`` if wanted; their numbers are those of a mask and of `scratch_numbers`.
+
+    Args:
+        layouts: of the calls.
+        form: of the masks that they serve.
+        options: of the calls.
+        stream: raw handle.
+        sent: communication around them.
+        part: which of several passes.
+        wants_delta: also write delta, fp32 ``[num_rows, num_heads]``, contiguous.
+    """
+    return _Backward(layouts, form, options, stream, sent).steps(part, wants_delta)
+
+
+def _dims(q: Like, v: Like) -> tuple[int, int]:
+    dims = hopper_kernels.kernel_dims((q.shape[2], v.shape[2]))
+    assert dims is not None
+    return dims
+
+
+class _Backward:
+    """Makes the steps of a backward."""
+
+    def __init__(
+        self, layouts: BackwardLayouts, form: BackwardForm, options: AttnOptions, stream: int, sent: Sent
+    ) -> None:
+        self._layouts, self._form, self._options, self._sent = layouts, form, options, sent
+        q, _, v, _ = layouts.inputs
+        self._dims = _dims(q, v)
+        self._sizes = RowMemory.of(q, self._dims, options.softcap, form.choice)
+        self._stats_row = self._sizes.rows * form.choice.packed
+        self._counter = 0 if form.captured else work_counter(q.device, stream).data_ptr()
+        # Not with an SM margin, whose SMs the blocks of a dependent kernel would occupy while they wait.
+        self._overlaps = not options.sm_margin
+        self._of_keys: dict[str, Place] = {"dk": ("dk", 0), "dv": ("dv", 0)}
+        if sent.arriving is not None:
+            self._of_keys |= zip(("dk_remote", "dv_remote"), sent.places, strict=True)
+        self._of_stats = {"lse": _STATS, "delta": _MINUS_DELTA}
+        self._key_sums = ("dq", 0) if form.sums_in_dq else ("scratch", "at.key_sums")
+
+    def steps(self, part: Part, wants_delta: bool) -> Steps:
+        """All of them."""
+        form = self._form
+        before = (self._preprocess(part, wants_delta),) if part.is_first or form.splits else ()
+        keys = [self._whole() if form.choice.whole else self._parts_of_keys()]
+        if form.splits:
+            keys.append(self._postprocess_keys())
+        if not form.choice.adds_dq:
+            return Steps(before, tuple(keys), (self._queries(),), self._overlaps)
+        return Steps(before, tuple(keys), (self._postprocess_dq(),) if part.is_last else (), False)
+
+    def _preprocess(self, part: Part, wants_delta: bool) -> Step:
+        """Row statistics, fp32 ``[num_heads / packed, rows * packed]`` each, and zeros in memory for sums."""
+        (_, _, _, dout), out, lse, delta, _ = self._layouts
+        sizes, packed, captured = self._sizes, self._form.choice.packed, self._form.captured
+        adds_dq, (num_rows, num_heads) = self._form.choice.adds_dq, lse.shape
+        scale = self._options.softmax_scale * LOG2_E
+        params = hopper_kernels.params("preprocess", captured=captured, delta=out is not None)(
+            lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
+            num_rows=num_rows, num_heads=num_heads, stats_row=self._stats_row, log2_packed=packed.bit_length() - 1,
+            split=-1.0 / scale if sizes.splits_stats else 0.0,
+            num_sums=sizes.sums // 4 if part.is_first else 0, concurrent=int(self._sent.moves),
+        )  # fmt: skip
+        given, macros, heads = ["lse"], hopper_kernels.if_captured(captured), _STATS_HEADS
+        if out is None:
+            given.append("delta")
+        else:
+            assert not captured
+            params.dout_row, params.dout_head, params.out_row, params.out_head = *dout.stride()[:2], *out.stride()[:2]
+            given += ["dout", "out", *(["delta"] if wants_delta else [])]
+            macros, heads = hopper_kernels.delta_macros(out.dtype, out.shape[2]), _DELTA_HEADS
+        fields: dict[str, Place] = {name: (name, 0) for name in given}
+        fields |= {"lse_out": _STATS, "delta_out": _MINUS_DELTA}
+        numbers = {"numbers": "keys.numbers"} if captured else {}
+        if adds_dq:
+            fields |= {"sums": _SUMS, "key_sums": self._key_sums}
+            numbers["num_key_sums"] = "key_sums.vectors"
+        blocks = max(sizes.rows // 32 * -(-num_heads // heads), _ZEROING_BLOCKS if adds_dq else 1)
+        kernel = hopper_kernels.small_kernel(lse.device, "preprocess", macros)
+        return make_step(kernel, blocks, params, fields=fields, numbers=numbers, overlaps=self._overlaps)
+
+    def _whole(self) -> Step:
+        """Writes dk and dv, or adds to their sums if query heads are split; and adds to the sums of dq."""
+        (q, k, _, _), form = self._layouts.inputs, self._form
+        params = self._params("backward", form.targets.store_keys, dk=self._layouts.grads[1], dv=self._layouts.grads[2])
+        params.group, params.heads_kv = q.shape[1] // form.choice.packed // k.shape[1], k.shape[1]
+        params.units = self._stats_row // UNIT
+        kernel = hopper_kernels.backward_kernel(
+            q.device, q.dtype, self._dims, self._options.softcap > 0, form.choice.adds_dq, form.arrives, form.captured
+        )
+        keys, queries = WHOLE_TILE
+        fields = {**self._of_stats, **self._of_keys, "dq": _SUMS, "key_sums": self._key_sums}
+        numbers = {f: f"keys.{f}" for f in ("items", "num_items", "heads_inner")}
+        overlaps = self._overlaps if self._sent.arriving is None else self._sent.arriving.overlaps
+        return self._step(kernel, "keys", params, (queries, keys), fields, numbers, overlaps)
+
+    def _parts_of_keys(self) -> Step:
+        """Writes dk and dv, or adds to them, for head dims whose dq always has a kernel of its own."""
+        (q, k, _, _), form = self._layouts.inputs, self._form
+        params = self._params(
+            "backward_keys", form.targets.store_keys, dk=self._layouts.grads[1], dv=self._layouts.grads[2]
+        )
+        num_heads = q.shape[1] // form.choice.packed
+        params.num_heads, params.group = num_heads, num_heads // k.shape[1]
+        kernel = hopper_kernels.backward_keys_kernel(
+            q.device, q.dtype, self._dims, self._options.softcap > 0, form.captured
+        )
+        keys, queries = hopper_kernels.PART_TILES[self._dims]
+        numbers = {f: f"keys.{f}" for f in ("num_tiles", "splits", "heads_inner")}
+        fields = {**self._of_stats, **self._of_keys}
+        return self._step(kernel, "keys", params, (queries, keys), fields, numbers, self._overlaps)
+
+    def _postprocess_keys(self) -> Step:
+        """Writes the sums of the first tiles to dk (times the scale) and dv, or adds them."""
+        (q, k, *_), (_, dk, dv), form = self._layouts.inputs, self._layouts.grads, self._form
+        store = form.targets.store_keys
+        params = hopper_kernels.params("postprocess_keys", stream_kv=form.arrives, captured=form.captured)(
+            heads_kv=k.shape[1], store=store, scale=self._options.softmax_scale, **_strides(dk=dk, dv=dv)
+        )
+        self._set_remote(params, store)
+        macros = hopper_kernels.postprocess_keys_macros(q.dtype, dk.shape[2], form.arrives, form.captured)
+        kernel = hopper_kernels.small_kernel(q.device, "postprocess_keys", macros)
+        numbers = {"tiles": "keys.tiles", **({"numbers": "keys.numbers"} if form.captured else {}), **self._waiting()}
+        return make_step(
+            kernel, "postprocess_keys.grid", params, fields={"sums": self._key_sums, **self._of_keys}, numbers=numbers,
+            overlaps=self._overlaps,
+        )  # fmt: skip
+
+    def _postprocess_dq(self) -> Step:
+        """Writes scale times the sums, or adds them."""
+        q, dq, form, sent = self._layouts.inputs[0], self._layouts.grads[0], self._form, self._sent
+        num_rows, num_heads, dim = dq.shape
+        blocks = -(-num_rows // _POSTPROCESS_ROWS)
+        params = hopper_kernels.params("postprocess_dq")(
+            num_rows=num_rows, blocks=blocks, units=self._stats_row // UNIT, store=form.targets.store_dq,
+            scale=self._options.softmax_scale, **_strides(dq=dq),
+        )  # fmt: skip
+        # It may run concurrently with a kernel that sends dk and dv, which started when the sums were complete.
+        macros = hopper_kernels.postprocess_dq_macros(q.dtype, dim, concurrent=form.arrives or sent.returns)
+        kernel = hopper_kernels.small_kernel(q.device, "postprocess_dq", macros)
+        overlaps = self._overlaps and (sent.returns or not form.arrives)
+        return make_step(kernel, num_heads * blocks, params, fields={"sums": _SUMS, "dq": ("dq", 0)}, overlaps=overlaps)
+
+    def _queries(self) -> Step:
+        """Writes dq, or adds to it. Starts before the kernel for dk and dv is complete."""
+        q, dq, form = self._layouts.inputs[0], self._layouts.grads[0], self._form
+        params = self._params("backward_queries", form.targets.store_dq, dq=dq)
+        if not form.captured:
+            params.counter += COUNTER_BYTES  # the preceding kernel may still be using its counter
+        kernel = hopper_kernels.backward_queries_kernel(
+            q.device, q.dtype, self._dims, self._options.softcap > 0, form.arrives, form.captured
+        )
+        packed = form.choice.packed
+        stored = Map(dq if dq.dtype == q.dtype else q, (16 // packed, packed), ("dq", 0))
+        block, fields = hopper_kernels.QUERIES_WIDTH[self._dims], {**self._of_stats, "dq": ("dq", 0)}
+        numbers = of_rows("queries", form.captured)
+        return self._step(kernel, "queries", params, (64, block), fields, numbers, self._overlaps, stored)
+
+    def _params(self, name: str, store: int, **grads: Like) -> ctypes.Structure:
+        """Parameters of a kernel that recomputes the logits, besides a mask's numbers."""
+        softcap, scale = self._options.softcap, self._options.softmax_scale
+        params = hopper_kernels.params(name, stream_kv=self._form.arrives, captured=self._form.captured)(
+            counter=self._counter, stats_row=self._stats_row, store=store, scale=scale,
+            scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
+            log2_packed=self._form.choice.packed.bit_length() - 1, **_strides(**grads),
+        )  # fmt: skip
+        self._set_remote(params, store)
+        return params
+
+    def _set_remote(self, params: ctypes.Structure, store: int) -> None:
+        arriving = self._sent.arriving
+        if arriving is not None:
+            arriving.set_barrier(params.arrival_barrier, first_arriving(len(self._layouts.inputs[1])))
+            if hasattr(params, "store_remote"):
+                params.store_remote = store
+
+    def _waiting(self) -> Mapping[str, str]:
+        return WAITING if self._sent.arriving is not None else {}
+
+    def _step(
+        self, kernel, name: str, params: ctypes.Structure, boxes: tuple[int, int], fields: dict[str, Place],
+        numbers: dict[str, str], overlaps: bool, *stored: Map,
+    ) -> Step:  # fmt: skip
+        """The step of a kernel that recomputes the logits; ``boxes``: queries and keys of a box."""
+        (q, k, v, dout), packed, arriving = self._layouts.inputs, self._form.choice.packed, self._sent.arriving
+        of_queries, of_keys = (boxes[0] // packed, packed), (boxes[1],)
+        maps = (
+            Map(q, of_queries, ("q", 0), "seen.rows"), Map(k, of_keys, ("k", 0), "seen.keys"),
+            Map(v, of_keys, ("v", 0), "seen.keys"), *(() if arriving is None else arriving.maps(*of_keys)),
+            Map(dout, of_queries, ("dout", 0), "seen.rows"), *stored,
+        )  # fmt: skip
+        numbers = {**of_tables(name, self._form.captured), **numbers, **self._waiting()}
+        return make_step(kernel, f"{name}.grid", params, maps=maps, fields=fields, numbers=numbers, overlaps=overlaps)
+
+
+def _strides(**tensors: Like) -> dict[str, int]:
+    """Strides of tensors between rows and between heads, as the kernels name them."""
+    return {f"{name}_{what}": t.stride(i) for name, t in tensors.items() for i, what in enumerate(("row", "head"))}

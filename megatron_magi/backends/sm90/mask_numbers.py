@@ -1,0 +1,379 @@
+"""The numbers of a mask on which the kernels of a pass depend, and its tables on the device.
+
+The keys of a pass are this rank's own and, in one launch over all keys, those that are fetched while it runs. Fetched
+keys are in separate tensors and have indices after this rank's own keys, from `first_arriving` on. The gap between the
+two ensures that no block has both kinds.
+
+The kernels depend on the mask only through numbers (`MaskNumbers`), which a worker process can compute. So the steps of
+a pass refer to these numbers by name (`forward_steps`, `backward_steps`), and steps that were made for one mask are
+reused for others.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_magi.backends.base import is_changing
+from megatron_magi.backends.sm90 import plan as hopper_plan
+from megatron_magi.backends.sm90 import tuning
+from megatron_magi.backends.sm90.backward_targets import DIRECT, Targets
+from megatron_magi.backends.sm90.choices import (
+    BackwardChoice,
+    MaskFacts,
+    Problem,
+    RowTiles,
+    backward_choice,
+    forward_tiles,
+    heads_together,
+    late_blocks,
+    make_problem,
+    most_split,
+    most_split_at_once,
+    query_tiles,
+    row_bytes,
+)
+from megatron_magi.backends.sm90.plan import DevicePlan, HostPlan, ScheduleKey, Tiling
+from megatron_magi.backends.sm90.schedule import best_splits
+from megatron_magi.backends.sm90.support import seen_rows, sm_count
+from megatron_magi.backends.tiles import tiles as hopper_tiles
+from megatron_magi.cuda.layout import Like
+from megatron_magi.mask import bands as bd
+from megatron_magi.operands.frozen import FrozenMemo
+from megatron_magi.operands.options import AttnOptions
+
+_seen: FrozenMemo[tuple[int, int, int]] = FrozenMemo()
+
+
+class PassShape(NamedTuple):
+    """What a pass depends on, apart from the mask and the layout of the tensors.
+
+    Attributes:
+        problem: shape; its keys are this rank's own and those that arrive.
+        num_arriving: keys that arrive.
+        num_sms: streaming multiprocessors of the GPU.
+        sm_margin: streaming multiprocessors that it leaves free.
+        deterministic: bitwise repeatable results.
+        merges: a forward that changes nothing where a row sees none of these keys: it is merged into a result over
+            other keys.
+        captured: kernels read the numbers of the mask from memory (`changing_mask`).
+    """
+
+    problem: Problem
+    num_arriving: int
+    num_sms: int
+    sm_margin: int
+    deterministic: bool
+    merges: bool = False
+    captured: bool = False
+
+    @property
+    def num_own(self) -> int:
+        """This rank's own keys, present when the kernel starts."""
+        return self.problem.num_keys - self.num_arriving
+
+    def grid(self, num_items: int) -> int:
+        """Grid of a persistent kernel."""
+        return max(1, min(num_items, self.num_sms - self.sm_margin))
+
+
+class ForwardForm(NamedTuple):
+    """What the steps of a forward depend on, apart from the mask's numbers.
+
+    Attributes:
+        tiles: tiles of queries.
+        arrives: some keys arrive.
+        captured: as in `PassShape`.
+    """
+
+    tiles: RowTiles
+    arrives: bool
+    captured: bool = False
+
+
+class BackwardForm(NamedTuple):
+    """What the steps of a backward depend on, apart from the mask's numbers.
+
+    Attributes:
+        choice: kernels.
+        arrives: some keys are fetched.
+        splits: some tiles of keys are split by query head, so another kernel converts the sums of their dk and dv.
+        sums_in_dq: these sums are in the memory of dq until dq is written.
+        targets: memory that gradients are written to.
+        captured: as in `PassShape`.
+    """
+
+    choice: BackwardChoice
+    arrives: bool
+    splits: bool
+    sums_in_dq: bool
+    targets: Targets = DIRECT
+    captured: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class MaskNumbers:
+    """The kernel parameters of a pass that depend on the mask, computed without a device.
+
+    Attributes:
+        shape: of the pass.
+        form: of the steps.
+        numbers: parameters of the kernels by name, all but addresses.
+        tilings: tilings whose tables the kernels read, by the prefix of the names of their addresses.
+        schedule: key of the schedule of the kernel for dk and dv, which reads the first tables; None in a forward.
+    """
+
+    shape: PassShape
+    form: ForwardForm | BackwardForm
+    numbers: Mapping[str, int]
+    tilings: Mapping[str, Tiling]
+    schedule: ScheduleKey | None = None
+
+
+def first_arriving(num_keys: int) -> int:
+    """Index of the first fetched key, on a rank with ``num_keys`` own keys."""
+    return num_keys + hopper_tiles.GAP
+
+
+def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int]:
+    """Numbers of queries, own keys and fetched keys up to the last that is in a visible pair; at least one of each.
+
+    Results are cached by ``bands`` alone, so ``first``, the index of the first fetched key, must be the same for each
+    call with a table.
+    """
+    seen = _seen.get(bands)
+    if seen is None:
+        arrives = bands[:, bd.K0] >= first
+        row, own = seen_rows(bands[~arrives])
+        last_row, later = seen_rows(bd.shift_keys(bands[arrives], -first))
+        seen = max(row, last_row), own, later
+        _seen.put(bands, seen)
+    return seen
+
+
+def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: int, products: float = 2.0) -> Tiling:
+    """Tiles of queries; the last ``num_arriving`` of ``problem.num_keys`` keys are fetched.
+
+    ``products``: matrix products that the kernel computes for a block.
+    """
+    if not num_arriving:
+        return Tiling(False, problem.num_rows, *tiles)
+    late = late_blocks(problem, num_arriving, tiles.shape, products)
+    packs = heads_together(problem.num_keys, problem.num_heads_kv, row_bytes(problem)) * problem.group // tiles.packed
+    lead = math.ceil(late * num_sms / packs)  # blocks of one head, or of one pack of heads
+    first = first_arriving(problem.num_keys - num_arriving)
+    return Tiling(False, problem.num_rows, *tiles, (first, num_arriving, math.ceil(late), lead))
+
+
+def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_sms: int) -> Tiling:
+    """Tiles of keys; the last ``num_arriving`` of ``problem.num_keys`` keys are fetched."""
+    if not num_arriving:
+        return Tiling(True, problem.num_keys, choice.shape, choice.packed)
+    products = 5.0 if choice.adds_dq else 4.0
+    late = late_blocks(problem, num_arriving, choice.shape, products)
+    first = first_arriving(problem.num_keys - num_arriving)
+    arriving = first, num_arriving, math.ceil(late), math.ceil(late * num_sms)
+    return Tiling(True, first + num_arriving, choice.shape, choice.packed, arriving)
+
+
+def seen_numbers(bands: np.ndarray, num_own: int, num_arriving: int) -> dict[str, int]:
+    """Rows of each tensor up to the last that is in a visible pair, at least one, by the names of these numbers."""
+    row, own, later = *seen_rows(bands), 1
+    if num_arriving:
+        row, own, later = seen_rows_and_keys(bands, first_arriving(num_own))
+    return {"seen.rows": row, "seen.keys": own, "seen.later": later}
+
+
+def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict[str, int]:
+    """Parameters of a kernel over tiles of rows, in blocks of ``block`` keys, as numbers named ``name.PARAMETER``.
+
+    Packed heads count as one. A section of heads is whole groups whose keys and values fit in the L2 cache; tiles with
+    more blocks than fit start together on all SMs (keep_together).
+    """
+    problem = shape.problem
+    num_tiles = int(np.count_nonzero(plan.costs)) if shape.merges else plan.num_tiles  # those that see nothing are last
+    of_row = row_bytes(problem)
+    packs = problem.num_heads // plan.packed
+    group = packs // problem.num_heads_kv
+    together = heads_together(problem.num_keys, problem.num_heads_kv, of_row)
+    return {
+        f"{name}.step": plan.step, f"{name}.num_tiles": num_tiles, f"{name}.num_heads": packs,
+        f"{name}.group": group, f"{name}.head_section": together * group,
+        f"{name}.log2_packed": plan.packed.bit_length() - 1,
+        f"{name}.long_blocks": -(-tuning.L2_BYTES // (block * of_row)),
+        f"{name}.grid": shape.grid(num_tiles * packs),
+    }  # fmt: skip
+
+
+TABLES = ("tiles", "segments", "bounds")
+"""The tables of a `HostPlan`, in the order in which they lie in memory."""
+
+
+def forward_numbers(
+    facts: MaskFacts, seen: Mapping[str, int], shape: PassShape, plan_of: Callable[[Tiling], HostPlan]
+) -> MaskNumbers:
+    """The mask's numbers for a forward.
+
+    Args:
+        facts: of the mask.
+        seen: result of `seen_numbers`.
+        shape: of the pass.
+        plan_of: makes the plan of a tiling of the mask.
+    """
+    problem, tiles = shape.problem, forward_tiles(facts, shape.problem)
+    tiling = row_tiling(problem, tiles, shape.num_arriving, shape.num_sms)
+    numbers = {**seen, **row_numbers("rows", plan_of(tiling), shape, tiles.shape[1])}
+    return MaskNumbers(shape, ForwardForm(tiles, shape.num_arriving > 0, shape.captured), numbers, {"rows": tiling})
+
+
+def backward_numbers(
+    facts: MaskFacts,
+    seen: Mapping[str, int],
+    shape: PassShape,
+    plan_of: Callable[[Tiling], HostPlan],
+    schedule_of: Callable[[Tiling, ScheduleKey], tuple[int, int]],
+    targets_of: Callable[[int], tuple[Targets, int | None]] | None = None,
+) -> MaskNumbers:
+    """The mask's numbers for a backward; arguments as in `forward_numbers`.
+
+    ``schedule_of``: returns the number of items of a schedule, and of tiles whose heads are split. ``targets_of``:
+    returns, for a number of splits of the query heads of a group, where gradients are written, and how many bytes of
+    the memory of dq can hold sums until dq is written, None if it is no such memory; when None the kernels write all
+    gradients, contiguous and in the dtype of q.
+    """
+    problem, num_arriving = shape.problem, shape.num_arriving
+    num_sms = max(1, shape.num_sms - shape.sm_margin)
+    choice = backward_choice(facts, problem, shape.deterministic)
+    tiling = key_tiling(problem, choice, num_arriving, num_sms)
+    tilings, plan, of_heads = {"keys": tiling}, plan_of(tiling), (problem.num_heads_kv, problem.group // choice.packed)
+    splits = 1 if choice.whole or shape.deterministic else best_splits(plan.costs, *of_heads, num_sms)
+    targets, room = DIRECT, 2 * problem.num_rows * problem.num_heads * problem.dims[0]
+    if targets_of is not None:
+        targets, room = targets_of(splits)
+    numbers = {**seen, "keys.step": plan.step, "keys.heads_inner": int(plan.heads_inner)}
+    key, num_split, key_sums = None, 0, 0
+    if choice.whole:
+        most = (most_split_at_once if num_arriving else most_split)(choice, problem, room)
+        key = hopper_plan.schedule_key(plan, *of_heads, num_sms, most, problem.is_narrow)
+        num_items, num_split = schedule_of(tiling, key)
+        tile_sums = 2 * choice.shape[0] * problem.num_heads_kv * problem.dims[0]
+        key_sums = num_split * tile_sums
+        # Of a captured launch, the kernel that zeroes sums reads the number of tiles from memory.
+        zeroed = tile_sums if shape.captured else key_sums
+        numbers |= {
+            "keys.num_items": num_items, "keys.grid": shape.grid(num_items), "key_sums": key_sums,
+            "key_sums.vectors": zeroed // 4, "postprocess_keys.grid": 4 * num_split * problem.num_heads_kv,
+        }  # fmt: skip
+    else:
+        grid = shape.grid(plan.num_tiles * problem.num_heads_kv * splits)
+        numbers |= {"keys.num_tiles": plan.num_tiles, "keys.splits": splits, "keys.grid": grid, "key_sums": 0}
+    if not choice.adds_dq:
+        tiles = query_tiles(problem, choice.packed)
+        tilings["queries"] = row_tiling(problem, tiles, num_arriving, num_sms, products=3.0)
+        numbers |= row_numbers("queries", plan_of(tilings["queries"]), shape, tiles.shape[1])
+    sums_in_dq = room is not None and 4 * key_sums <= room
+    form = BackwardForm(choice, num_arriving > 0, num_split > 0, sums_in_dq, targets, shape.captured)
+    return MaskNumbers(shape, form, numbers, tilings, key)
+
+
+def shape_of(inputs: Sequence[Like], num_arriving: int, options: AttnOptions, num_sms: int) -> PassShape:
+    """Shape of a pass over q, k, v and ``num_arriving`` fetched keys, on a GPU with ``num_sms`` SMs."""
+    q, k, v, *_ = inputs
+    dims = q.shape[2], v.shape[2]
+    problem = make_problem(q.shape[0], k.shape[0] + num_arriving, q.shape[1], k.shape[1], dims)
+    return PassShape(problem, num_arriving, num_sms, options.sm_margin, options.deterministic)
+
+
+class PassTables:
+    """What the kernels of a pass read of one mask.
+
+    Args:
+        of_mask: its numbers.
+        plan_of: returns the plan of a tiling of the mask.
+        stream: on which it is read; raw handle.
+
+    Attributes:
+        form: see `MaskNumbers`.
+        numbers: those of `MaskNumbers`, and addresses of what is in device memory.
+        plans: the tables, by the prefix of the names of their addresses.
+        num_bytes: device memory that this keeps alive.
+    """
+
+    def __init__(self, of_mask: MaskNumbers, plan_of: Callable[[Tiling], DevicePlan], stream: int) -> None:
+        self.form, self.numbers = of_mask.form, dict(of_mask.numbers)
+        self.plans = {name: plan_of(tiling) for name, tiling in of_mask.tilings.items()}
+        self.num_bytes = sum(plan.num_bytes for plan in self.plans.values())
+        schedules = dict.fromkeys(self.plans)
+        if of_mask.schedule is not None:
+            first = next(iter(self.plans))
+            schedules[first] = hopper_plan.schedule_of(self.plans[first], *of_mask.schedule)  # the plan keeps it
+            self.numbers[f"{first}.items"] = schedules[first].items.data_ptr()
+        for name, plan in self.plans.items():
+            if not _is_of_stream(plan, stream):
+                plan.hold_for_stream()
+            begin, offsets = plan.memory.data_ptr(), plan.host.offsets
+            for table, offset in zip(TABLES, offsets, strict=True):
+                self.numbers[f"{name}.{table}"] = begin + offset
+            more = plan.fields(busy=of_mask.shape.merges, second=name == "queries", schedule=schedules[name])
+            self.numbers |= {f"{name}.{field}": number for field, number in more.items()}
+
+
+def _is_of_stream(plan: DevicePlan, stream: int) -> bool:
+    """Whether all tables were copied on ``stream``, so that kernels on it need no event."""
+    copies = [plan.ready, *(schedule.ready for schedule in tuple(plan.schedules.values()))]
+    return all(ready is not None and ready.stream == stream for ready in copies)
+
+
+def forward_tables(
+    shape: PassShape, bands: np.ndarray, device: torch.device, stream: int, known: MaskNumbers | None = None
+) -> PassTables:
+    """The tables of a mask for a forward.
+
+    Args:
+        shape: of the pass.
+        bands: the mask, over keys indexed as described above.
+        device, stream: where it is read.
+        known: the mask's numbers, if prepared; ignored if they are of another shape.
+    """
+    shape, plan_of = shape._replace(captured=is_changing(bands)), _plans_of(bands, device)
+    if known is None or known.shape != shape:
+        seen, facts = seen_numbers(bands, shape.num_own, shape.num_arriving), hopper_plan.mask_facts(bands)
+        known = forward_numbers(facts, seen, shape, lambda tiling: plan_of(tiling).host)
+    return PassTables(known, plan_of, stream)
+
+
+def _plans_of(bands: np.ndarray, device: torch.device) -> Callable[[Tiling], DevicePlan]:
+    """Plans of a mask on a device, each looked up or made once."""
+    return functools.cache(lambda tiling: hopper_plan.device_plan(bands, tiling, device))
+
+
+def backward_tables(
+    shape: PassShape,
+    bands: np.ndarray,
+    device: torch.device,
+    stream: int,
+    known: MaskNumbers | None = None,
+    targets_of: Callable[[int], tuple[Targets, int | None]] | None = None,
+) -> PassTables:
+    """The tables of a mask for a backward; arguments as of `forward_tables` and `backward_numbers`."""
+    shape, plan_of = shape._replace(captured=is_changing(bands)), _plans_of(bands, device)
+    if known is None or known.shape != shape:
+
+        def schedule_of(tiling: Tiling, key: ScheduleKey) -> tuple[int, int]:
+            made = hopper_plan.schedule_of(plan_of(tiling), *key)
+            return len(made.items), made.num_split
+
+        seen, facts = seen_numbers(bands, shape.num_own, shape.num_arriving), hopper_plan.mask_facts(bands)
+        known = backward_numbers(facts, seen, shape, lambda t: plan_of(t).host, schedule_of, targets_of)
+    return PassTables(known, plan_of, stream)
+
+
+def pass_shape(inputs: Sequence[Like], num_arriving: int, options: AttnOptions, merges: bool = False) -> PassShape:
+    """`shape_of` on the device of the tensors."""
+    return shape_of(inputs, num_arriving, options, sm_count(inputs[0].device))._replace(merges=merges)

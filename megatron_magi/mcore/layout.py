@@ -1,0 +1,42 @@
+"""Where tokens lie under `--attention-backend magi`: ``--magi-layout`` and the dispatch that it stands for."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+
+from megatron_magi.config import DispatchConfig
+from megatron_magi.plan import Dispatch, given_dispatch
+
+
+def layout_of(args: Namespace) -> str | None:
+    """The layout that a validated command line asks for, as `Planner` takes it: None is the planner's own.
+
+    ``auto`` is the planner's own, for models with linear layers too: under context parallelism each rank has all tokens
+    of its heads there, which are brought into their order whatever the layout.
+    """
+    return None if args.magi_layout in ("auto", "planned") else args.magi_layout
+
+
+def dispatch_in(layout: str, total_seqlen: int, cp_size: int, config: DispatchConfig) -> Dispatch:
+    """The dispatch of a microbatch in a layout that does not depend on its masks.
+
+    Args:
+        layout: ``zigzag`` or ``contiguous``, of all sequences of the microbatch one after another.
+        total_seqlen: tokens of the microbatch.
+        cp_size: number of ranks.
+        config: of which `alignment` and `pad_size` count.
+
+    Raises:
+        ValueError: ``pad_size`` does not make shards even.
+    """
+    pad_size = config.pad_size
+    if pad_size is None:
+        unit = math.lcm(config.alignment, 2 if layout == "zigzag" and cp_size > 1 else 1) * cp_size
+        pad_size = -total_seqlen % unit
+    elif (total_seqlen + pad_size) % (config.alignment * cp_size):
+        raise ValueError(
+            f"pad_size: {total_seqlen} tokens and {pad_size} of padding are no multiple of {config.alignment} on each "
+            f"of {cp_size} ranks"
+        )
+    return given_dispatch(layout, total_seqlen, cp_size, pad_size=pad_size)
