@@ -54,9 +54,9 @@ def time_ms(run: Callable[[], object], repeats: int = 5) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def chosen(kernel: Kernel, found: Sizes, asked: Kernel, *rest: object) -> Sizes:
+def chosen(kernel: Kernel, found: Sizes, asked: Kernel, *rest: object, **options: object) -> Sizes:
     """`tuning.sizes`, but for one kernel."""
-    return found if asked == kernel else tuning.sizes(asked, *rest)
+    return found if asked == kernel else tuning.sizes(asked, *rest, **options)
 
 
 def measure(kernel: Kernel, dim: int, length: int) -> list[list]:

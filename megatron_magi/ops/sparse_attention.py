@@ -45,9 +45,11 @@ def block_sparse_attention(
     """Attention in which each block of queries sees a list of blocks of keys. Autograd; can be compiled.
 
     Args:
-        q: ``[num_tokens_q, num_heads_q, head_dim]``, fp16, bf16, fp32 or fp64; kernels take fp16 and bf16.
-        k, v: ``[num_tokens_k, num_heads_kv, head_dim]``; num_heads_kv divides num_heads_q. Kernels take head_dim 64
-            and 128; to the definition values may have one of their own, which is then that of out.
+        q: ``[num_tokens_q, num_heads_q, head_dim]``, fp16, bf16, fp32 or fp64. Hopper kernels take fp16 and bf16, those
+            in Triton fp32 too.
+        k, v: ``[num_tokens_k, num_heads_kv, head_dim]``; num_heads_kv divides num_heads_q. Hopper kernels take head_dim
+            64 and 128. In Triton, up to 256, and in the definition values may have a head_dim of their own, which is
+            then that of out.
         blocks: which blocks of keys a block of queries sees, for each key head or, with 1 list or without the first
             dimension, for all. One of three forms, on the device of q:
 
@@ -64,10 +66,12 @@ def block_sparse_attention(
         sink: as in `megatron_magi.slice_attention`.
         softmax_scale: ``1 / sqrt(head_dim)`` when None.
         return_max_logits: fill ``meta.max_logits``.
-        deterministic: bitwise repeatable gradients. Of blocks of 64 keys they always are; else it takes longer.
+        deterministic: bitwise repeatable gradients. In Triton, and of blocks of 64 keys, they always are; else it takes
+            longer.
         sanity_check: look for NaN and inf in q, k, v, the sink (NaN alone) and the gradient of the output, and for
             numbers and offsets that are wrong: a pass over memory and a wait for the device each.
-        impl: ``auto``, ``reference`` (dense) or ``ffa`` (Hopper kernels); one that is named never falls back.
+        impl: ``auto``, ``reference`` (dense), ``ffa`` (Hopper kernels) or ``triton``; one that is named never falls
+            back.
 
     Returns:
         ``(out, meta)``: out ``[num_tokens_q, num_heads_q, head_dim]`` in the dtype of q; ``meta.lse`` ``[num_tokens_q,

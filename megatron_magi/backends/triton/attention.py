@@ -16,7 +16,7 @@ from megatron_magi.backends.triton.tuning import Kernel, Sizes, kind_of, padded,
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 _MOST_STRIDE = 1 << 21
 """Strides of rows up to here: offsets inside a block of 256 rows are of 32 bits."""
 
@@ -29,17 +29,25 @@ def kernels() -> ModuleType:
     return module
 
 
+@cache
+def sparse_kernels() -> ModuleType:
+    """Those of attention over lists, likewise."""
+    from megatron_magi.backends.triton import sparse_kernels as module
+
+    return module
+
+
 @torch.no_grad()
 def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput) -> None:
     """See `megatron_magi.backends.base.Backend.forward`."""
     q, k, v, sink_lse = inputs
-    q, k, v = (_readable(x) for x in (q, k, v))
+    q, k, v = (readable(x) for x in (q, k, v))
     out, lse, merges, max_logits = output
     (num_rows, num_heads, _), num_keys = q.shape, k.shape[0]
     row_max = lse
     if max_logits is not None:
         row_max = torch.empty_strided(lse.shape, lse.stride(), dtype=torch.float32, device=q.device)
-    found, tables = _launch("forward", q, k, v, bands)
+    found, tables = _launch("forward", q, k, v, bands, options)
     scale, cap = _logit_factors(options)
     sink = lse if sink_lse is None else sink_lse.expand(lse.shape)
     if tables is not None:
@@ -58,21 +66,21 @@ def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, outp
 def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, grads: Gradients) -> None:
     """See `megatron_magi.backends.base.Backend.backward`."""
     q, k, v, dout, lse, delta = inputs
-    q, k, v, dout = (_readable(x) for x in (q, k, v, dout.to(q.dtype)))
+    q, k, v, dout = (readable(x) for x in (q, k, v, dout.to(q.dtype)))
     # A block of queries reads those of one head: next to each other.
     lse, delta = (x.t().contiguous().t() for x in (lse, delta))
     num_rows, num_keys = q.shape[0], k.shape[0]
     scale, cap = _logit_factors(options)
     strides = [s for x in (q, k, v, dout, lse, delta) for s in x.stride()[:2]]
     common = (q, k, v, dout, lse, delta)
-    found, tables = _launch("query_gradient", q, k, v, bands)
+    found, tables = _launch("query_gradient", q, k, v, bands, options)
     if tables is not None:
         kernels().query_gradient_kernel[(tables.tiles.shape[0] * q.shape[1],)](
             *common, grads.dq, tables.tiles, tables.passes, tables.bounds, num_keys, q.shape[1],
             *strides, *grads.dq.stride()[:2], scale, cap, options.softmax_scale,
             **_shape(q, k, v, found), CAPPED=bool(options.softcap), ADDS=grads.accumulate_dq,
         )  # fmt: skip
-    found, tables = _launch("key_gradient", q, k, v, bands)
+    found, tables = _launch("key_gradient", q, k, v, bands, options)
     if tables is not None:
         kernels().key_gradient_kernel[(tables.tiles.shape[0] * k.shape[1],)](
             *common, grads.dk, grads.dv, tables.tiles, tables.passes, tables.bounds, num_rows, k.shape[1],
@@ -81,9 +89,12 @@ def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, gr
         )  # fmt: skip
 
 
-def _launch(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, bands: np.ndarray) -> tuple[Sizes, DeviceTables | None]:
+def _launch(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, bands: np.ndarray, options: AttnOptions
+) -> tuple[Sizes, DeviceTables | None]:
     """Sizes of a kernel and the tables that it reads; None where it has nothing to write."""
-    found = sizes(kernel, kind_of(q.device), (q.shape[2], v.shape[2]), q.element_size())
+    dims, capped = (q.shape[2], v.shape[2]), bool(options.softcap)
+    found = sizes(kernel, kind_of(q.device), dims, q.element_size(), capped=capped)
     tiling = Tiling.of(kernel, found, q.shape[0], k.shape[0])
     if not tiling.num_rows:
         return found, None
@@ -95,8 +106,8 @@ def _launch(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, bands: np.ndarray) 
 def _logit_factors(options: AttnOptions) -> tuple[float, float]:
     """``scale`` and ``cap`` of `forward_kernel`."""
     if options.softcap:
-        return options.softmax_scale / options.softcap, options.softcap * _LOG2_E
-    return options.softmax_scale * _LOG2_E, 0.0
+        return options.softmax_scale / options.softcap, options.softcap * LOG2_E
+    return options.softmax_scale * LOG2_E, 0.0
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, found: Sizes) -> dict[str, Any]:
@@ -116,6 +127,6 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, found: Sizes) -> dict[str, Any]:
     }
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """The tensor, or a copy that kernels can read: elements of a row next to each other, rows not too far apart."""
     return x if x.stride(2) == 1 and 0 <= x.stride(0) < _MOST_STRIDE else x.contiguous()

@@ -62,31 +62,56 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def sizes(kernel: Kernel, kind: Kind, dims: tuple[int, int], itemsize: int) -> Sizes:
+def sizes(kernel: Kernel, kind: Kind, dims: tuple[int, int], itemsize: int, *, capped: bool = False) -> Sizes:
     """The sizes of a kernel.
 
     Args:
         dims: head dims of q and k, and of v.
         itemsize: bytes of an element.
+        capped: with softcap, which decides warps alone: tables of a mask serve calls with and without it.
     """
+    width = _width(dims)
+    found = (_FP32 if itemsize == 4 else _SIZES[kind])[kernel][width]
+    if capped and itemsize == 2:
+        found = found._replace(warps=_CAPPED_WARPS.get((kind, kernel, width), found.warps))
+    return found
+
+
+def _width(dims: tuple[int, int]) -> int:
+    """Head dims filled up to one of those of the tables below."""
     dim = max(map(padded, dims))
-    if itemsize == 4:  # exact products of fp32 use no tensor cores: registers bound the tile
-        return Sizes(16, 16, 4, 1) if dim > 128 else Sizes(32, 32, 4, 1) if dim > 64 else Sizes(64, 32, 4, 1)
-    width = 64 if dim <= 64 else 128 if dim <= 128 else 256
-    return _SIZES[kind][kernel][width]
+    return 64 if dim <= 64 else 128 if dim <= 128 else 256
+
+
+def sparse_sizes(kernel: Kernel, dims: tuple[int, int], itemsize: int, places: int) -> Sizes:
+    """The sizes of a kernel of attention over lists; other arguments as of `sizes`.
+
+    Args:
+        places: rows of a block, of all heads that share it; no more are computed together, but 16, the fewest of a
+            product.
+    """
+    found = (_SPARSE_FP32 if itemsize == 4 else _SPARSE)[kernel][_width(dims)]
+    return found._replace(rows=min(found.rows, padded(places)))
 
 
 # By head dim, filled up to 64, 128 or 256.
+_FP32: dict[Kernel, dict[int, Sizes]] = {
+    # Exact products of fp32 use no tensor cores. Registers bound the tile, on every GPU alike: these are sizes that
+    # spill few of them; they are not timed.
+    "forward": {64: Sizes(64, 32, 8, 1), 128: Sizes(32, 16, 8, 1), 256: Sizes(16, 16, 4, 1)},
+    "query_gradient": {64: Sizes(64, 32, 8, 1), 128: Sizes(32, 32, 4, 1), 256: Sizes(16, 16, 4, 1)},
+    "key_gradient": {64: Sizes(32, 32, 8, 1), 128: Sizes(32, 32, 8, 1), 256: Sizes(16, 16, 4, 1)},
+}
 _SMALL: dict[Kernel, dict[int, Sizes]] = {
     # Of 99 KB: q, and two stages of k and v.
-    "forward": {64: Sizes(128, 64, 4, 2), 128: Sizes(128, 32, 4, 2), 256: Sizes(64, 32, 4, 1)},
+    "forward": {64: Sizes(128, 64, 4, 2), 128: Sizes(128, 32, 4, 2), 256: Sizes(64, 32, 8, 1)},
     "query_gradient": {64: Sizes(64, 64, 4, 2), 128: Sizes(64, 32, 4, 2), 256: Sizes(32, 32, 4, 1)},
     "key_gradient": {64: Sizes(64, 64, 4, 2), 128: Sizes(64, 32, 8, 2), 256: Sizes(32, 32, 8, 1)},
 }
 _LARGE: dict[Kernel, dict[int, Sizes]] = {
     "forward": {64: Sizes(128, 64, 4, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(64, 32, 4, 2)},
     "query_gradient": {64: Sizes(128, 64, 8, 2), 128: Sizes(128, 64, 8, 2), 256: Sizes(64, 32, 4, 1)},
-    "key_gradient": {64: Sizes(128, 64, 8, 2), 128: Sizes(64, 64, 8, 2), 256: Sizes(32, 32, 8, 1)},
+    "key_gradient": {64: Sizes(128, 64, 8, 2), 128: Sizes(64, 32, 8, 2), 256: Sizes(32, 32, 8, 1)},
 }
 _HOPPER: dict[Kernel, dict[int, Sizes]] = {
     # One warpgroup has 64 rows of a tile.
@@ -97,3 +122,17 @@ _HOPPER: dict[Kernel, dict[int, Sizes]] = {
 _SIZES: dict[Kind, dict[Kernel, dict[int, Sizes]]] = {
     "small": _SMALL, "medium": _LARGE, "large": _LARGE, "hopper": _HOPPER,
 }  # fmt: skip
+_CAPPED_WARPS: dict[tuple[Kind, Kernel, int], int] = {
+    # With 4 warps, the fastest without softcap, 296 bytes of registers a thread are spilled, with 8 none.
+    ("hopper", "key_gradient", 128): 8,
+}
+
+# Of lists: they fit the smallest kind, and are not timed. Columns divide 64, the smallest block of keys.
+_SPARSE: dict[Kernel, dict[int, Sizes]] = {
+    "forward": {64: Sizes(64, 64, 4, 2), 128: Sizes(64, 32, 4, 2), 256: Sizes(64, 32, 8, 1)},
+    "query_gradient": {64: Sizes(64, 64, 4, 2), 128: Sizes(64, 32, 4, 2), 256: Sizes(32, 32, 8, 1)},
+    "key_gradient": {64: Sizes(64, 64, 8, 2), 128: Sizes(64, 32, 8, 2), 256: Sizes(32, 32, 8, 1)},
+}
+_SPARSE_FP32: dict[Kernel, dict[int, Sizes]] = _FP32 | {
+    "query_gradient": {64: Sizes(64, 32, 8, 1), 128: Sizes(32, 32, 8, 1), 256: Sizes(16, 16, 4, 1)},
+}

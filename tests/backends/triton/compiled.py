@@ -6,14 +6,14 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_magi.backends.triton import kernels
+from megatron_magi.backends.triton import kernels, sparse, sparse_kernels
 from megatron_magi.backends.triton.tuning import Kernel, Sizes, kind_of_capability, padded, sizes
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -47,13 +47,41 @@ def usage(
         special: with softcap, sink, merging and largest logits; gradients are added to.
         found: its sizes, in place of those of `tuning`.
     """
-    found = found or sizes(kernel, kind_of_capability(capability), dims, dtype.itemsize)
+    found = found or sizes(kernel, kind_of_capability(capability), dims, dtype.itemsize, capped=special)
     constants = {
         "GROUP": 4, "DK": dims[0], "DV": dims[1], "PAD_K": padded(dims[0]), "PAD_V": padded(dims[1]),
         "ROWS": found.rows, "COLUMNS": found.columns, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "CAPPED": special, "HAS_SINK": special, "MERGES": special, "KEEPS_MAX": special, "ADDS": special,
     }  # fmt: skip
-    function = _FUNCTIONS[kernel]
+    return _usage(_FUNCTIONS[kernel], constants, capability, dtype, found)
+
+
+def sparse_usage(
+    kernel: Kernel, capability: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, k_block: int
+) -> Usage:
+    """Compiles a kernel of attention over lists, with all options and many heads of a key head."""
+    places = k_block if kernel == "key_gradient" else 128
+    found = sparse.sizes_of(kernel, dims, dtype.itemsize, places)
+    constants = {
+        "GROUP": 16, "DK": dims[0], "DV": dims[1], "PAD_K": padded(dims[0]), "PAD_V": padded(dims[1]),
+        "ROWS": found.rows, "PARTS": -(-places // found.rows), "COLUMNS": found.columns, "K_BLOCK": k_block,
+        "CAUSAL": k_block > 1, "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "HAS_SINK": True,
+        "KEEPS_MAX": True,
+    }  # fmt: skip
+    return _usage(getattr(sparse_kernels, f"sparse_{kernel}_kernel"), constants, capability, dtype, found)
+
+
+def mask_usage(capability: tuple[int, int]) -> Usage:
+    """Compiles the kernel that makes lists of a mask."""
+    return _usage(
+        sparse_kernels.lists_of_mask_kernel, {"COLUMNS": 1024}, capability, torch.float32, Sizes(1, 1024, 4, 1)
+    )
+
+
+def _usage(
+    function: Any, constants: dict[str, Any], capability: tuple[int, int], dtype: torch.dtype, found: Sizes
+) -> Usage:
+    """Compiles a function of Triton."""
     names = function.arg_names
     signature, attributes = {}, {}
     for i, name in enumerate(names):
@@ -62,10 +90,15 @@ def usage(
         elif name in ("q", "k", "v", "dout", "out", "dq", "dk", "dv"):
             signature[name] = "*" + _TYPES[dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
+        elif name == "mask":
+            signature[name] = "*i8"
         elif name in ("lse", "row_max", "sink", "delta"):
             signature[name] = "*fp32"
-        elif name in ("tiles", "passes", "bounds"):
+        elif name in ("tiles", "passes", "bounds", "entries", "counts"):
             signature[name] = "*i32"
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif name == "spans":
+            signature[name] = "*i64"
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif name in ("scale", "cap", "softmax_scale"):
             signature[name] = "fp32"

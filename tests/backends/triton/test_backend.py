@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from megatron_magi.backends.triton import backend as of_triton
+from megatron_magi.backends.triton import support
+from megatron_magi.backends.triton.backend import TritonKernels
 
 CUDA = torch.device("cuda", 0)
 
@@ -19,17 +20,17 @@ def gpu(monkeypatch):
     """A GPU of compute capability 8.6, as far as questions about it go."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
-    of_triton._missing_of_compiler.cache_clear()
+    support._missing_of_compiler.cache_clear()
     yield
-    of_triton._missing_of_compiler.cache_clear()
+    support._missing_of_compiler.cache_clear()
 
 
 def why_not(dtype=torch.bfloat16, dims=(128, 128), device=CUDA):
-    return of_triton.TritonKernels().why_not(device, dtype, dims)
+    return TritonKernels().why_not(device, dtype, dims)
 
 
 def test_it_takes_what_its_kernels_do(gpu, monkeypatch):
-    monkeypatch.setattr(of_triton.Path, "exists", lambda path: True)
+    monkeypatch.setattr(support.Path, "exists", lambda path: True)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert why_not() is None and why_not(torch.float32, (256, 64)) is None
     assert "takes fp16, bf16 and fp32, got torch.float64" in why_not(torch.float64)
@@ -46,5 +47,5 @@ def test_without_a_compiler_it_says_so(gpu, monkeypatch):
 
 def test_without_headers_it_says_so(gpu, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(of_triton.Path, "exists", lambda path: False)
+    monkeypatch.setattr(support.Path, "exists", lambda path: False)
     assert "needs Python's headers" in why_not()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import get_args
 
 import pytest
@@ -27,13 +28,44 @@ def test_kernels_fit_every_gpu(capability, kernel):
         assert used.shared <= room and used.spilled <= MOST_SPILLED, (dims, used)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("kernel", get_args(Kernel))
-def test_kernels_of_fp32_and_with_every_option_fit_the_smallest_gpu(kernel):
+def test_kernels_of_fp32_with_every_option_fit_the_smallest_gpu(kernel, dim):
     from tests.backends.triton.compiled import usage
 
-    for dims, dtype in (((256, 256), torch.float32), ((128, 128), torch.float16)):
-        used = usage(kernel, (8, 6), dims, dtype, special=True)
-        assert used.shared <= SHARED_BYTES["small"], (dims, dtype, used)
+    used = usage(kernel, (8, 6), (dim, dim), torch.float32, special=True)
+    assert used.shared <= SHARED_BYTES["small"] and used.spilled <= 64, used
+
+
+@pytest.mark.parametrize(
+    "kernel, capability, dim",
+    [
+        *((kernel, (8, 6), 128) for kernel in get_args(Kernel)),
+        ("key_gradient", (9, 0), 128),
+        ("key_gradient", (10, 0), 128),
+        ("forward", (12, 0), 256),
+    ],
+    ids=str,
+)
+def test_kernels_with_every_option_keep_their_registers(kernel, capability, dim):
+    from tests.backends.triton.compiled import usage
+
+    used = usage(kernel, capability, (dim, dim), torch.bfloat16, special=True)
+    assert used.shared <= SHARED_BYTES[kind_of_capability(capability)] and used.spilled <= MOST_SPILLED, used
+
+
+@pytest.mark.parametrize("kernel", get_args(Kernel))
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_kernels_over_lists_fit_every_gpu(capability, kernel):
+    from tests.backends.triton.compiled import mask_usage, sparse_usage
+
+    assert mask_usage(capability).spilled == 0
+    half, cases = torch.bfloat16, [(128, 64, torch.bfloat16)]
+    if capability == (8, 6):
+        cases += [(64, 128, half), (256, 64, half), (128, 1, half), (128, 64, torch.float32), (256, 1, torch.float32)]
+    for dim, k_block, dtype in cases:
+        used = sparse_usage(kernel, capability, (dim, dim), dtype, k_block)
+        assert used.shared <= SHARED_BYTES["small"] and used.spilled <= 64, (dim, k_block, dtype, used)
 
 
 def test_head_dims_are_filled_up_to_powers_of_two():
@@ -43,3 +75,10 @@ def test_head_dims_are_filled_up_to_powers_of_two():
 
 def test_a_gpu_that_is_not_known_gets_what_fits_the_smallest():
     assert kind_of_capability((13, 7)) == "small" == min(SHARED_BYTES, key=SHARED_BYTES.__getitem__)
+
+
+def test_softcap_changes_warps_alone():
+    """Tables of a mask are made without knowing of it."""
+    for kind, kernel, dim, itemsize in itertools.product(SHARED_BYTES, get_args(Kernel), (64, 128, 256), (2, 4)):
+        plain, capped = (sizes(kernel, kind, (dim, dim), itemsize, capped=c) for c in (False, True))
+        assert plain._replace(warps=capped.warps) == capped

@@ -108,6 +108,23 @@ def test_a_right_implementation_passes(name):
     assert mismatch(sample, results, key_gradients(sample, results)) == ""
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_rounding_of_an_output_that_dout_is_orthogonal_to_is_no_mistake(dtype):
+    """Of the second token: delta is almost 0, and its error, that of 16 bits, is not."""
+    problem = make_problem(MASKS["causal"](1024), SMALL, dtype, "cpu")
+    seen = problem.v[:2, 0].float().T
+    for head in range(SMALL.num_heads_q // SMALL.num_heads_kv):
+        dout = problem.dout[1, head].float()
+        problem.dout[1, head] = 64 * (dout - seen @ torch.linalg.lstsq(seen, dout[:, None]).solution[:, 0])
+    sample, results = exact_sample(problem), Here(problem).results()
+    assert mismatch(sample, results, None) == ""
+    blind = replace(sample, dq_rounding=torch.zeros_like(sample.dq_rounding))
+    if dtype == torch.bfloat16:
+        assert mismatch(blind, results, None).startswith("wrong: dq of token 1 ")
+    results[1][1] += 4 * (sample.dq_rounding[1].max() + 1)
+    assert mismatch(sample, results, None).startswith("wrong: dq of token 1 ")
+
+
 @pytest.mark.parametrize("name, wrong", [("causal", "full"), ("window", "causal"), ("short_causal", "varlen_causal")])
 def test_another_mask_is_noticed(name, wrong):
     problem = make_problem(MASKS[name](2048), SMALL, torch.float32, "cpu")
