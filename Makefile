@@ -66,7 +66,7 @@ SHELL_SOURCES = $(shell git ls-files '*.sh' '*.sbatch')
 FRAMEWORKS ?= $(basename $(notdir $(wildcard tests/frameworks/*.txt)))
 
 test-frameworks: setup $(FRAMEWORKS:%=build/frameworks/%/installed)
-	$(foreach n,$(FRAMEWORKS),PYTHONPATH=build/frameworks/$(n)/site-packages $(PYTHON) -m pytest tests/frameworks/test_$(n).py && ) true
+	$(foreach n,$(FRAMEWORKS),PYTHONPATH=build/frameworks/$(n)/site-packages $(PYTHON) -m pytest tests/frameworks/test_$(n)*.py && ) true
 
 build/frameworks/%/installed: tests/frameworks/%.txt
 	rm -rf $(@D)
