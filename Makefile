@@ -27,7 +27,7 @@ help:
 	@echo "make slurm-demo  train on a Slurm cluster of two nodes on this machine, interrupt it, compare (needs slurm-wlm)"
 	@echo "make test    run the CPU test suite (PYTEST_ARGS=... for more arguments)"
 	@echo "make test-megatron VERSION=0.18.2  test what depends on Megatron under another megatron-core (or TREE=folder)"
-	@echo "make test-frameworks  run the tests with packages of frameworks, which it puts into build/frameworks"
+	@echo "make test-frameworks FRAMEWORKS=trl  test with frameworks themselves, which it puts into build/frameworks"
 	@echo "make lint    check style, the direction of imports, and the documents' links"
 	@echo "make docs    build the documents as a site, in build/site"
 	@echo "make format  apply the style"
@@ -52,7 +52,7 @@ slurm-demo: setup
 	$(PYTHON) pretrain_scripts/slurm/lab/demo.py
 
 test: setup
-	$(PYTHON) -m pytest $(PYTEST_ARGS)$(if $(PYTEST_ARGS),,$(foreach v,$(MEGATRON_VERSIONS), && $(PYTHON) tests/megatron_versions.py --version $(v)))
+	$(PYTHON) -m pytest $(PYTEST_ARGS)$(if $(PYTEST_ARGS),,$(foreach v,$(MEGATRON_VERSIONS), && $(PYTHON) tests/megatron_versions.py --version $(v)) && $(MAKE) test-frameworks)
 
 # What depends on Megatron, under another megatron-core: VERSION of PyPI, or TREE, a folder that has megatron/.
 test-megatron: setup
@@ -61,10 +61,17 @@ test-megatron: setup
 CXX_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.hpp' '*.h')
 SHELL_SOURCES = $(shell git ls-files '*.sh' '*.sbatch')
 
-test-frameworks: $(SYNCED)
-	$(UV) pip install -q --python $(PYTHON) --no-deps --target build/frameworks/automodel nemo-automodel==0.7.0
-	$(UV) pip install -q --python $(PYTHON) --no-deps --target build/frameworks/bridge megatron-bridge==0.6.2 omegaconf==2.4.0
-	$(PYTHON) -m pytest tests/frameworks $(PYTEST_ARGS)
+# Each framework lies in a folder of its own, beside what uv.lock has: tests/frameworks/NAME.txt, without dependencies.
+# The folder is a site-packages, because `dill`, by which `datasets` hashes, takes other modules for a user's.
+FRAMEWORKS ?= $(basename $(notdir $(wildcard tests/frameworks/*.txt)))
+
+test-frameworks: setup $(FRAMEWORKS:%=build/frameworks/%/installed)
+	$(foreach n,$(FRAMEWORKS),PYTHONPATH=build/frameworks/$(n)/site-packages $(PYTHON) -m pytest tests/frameworks/test_$(n)*.py && ) true
+
+build/frameworks/%/installed: tests/frameworks/%.txt
+	rm -rf $(@D)
+	$(UV) pip install -q --python $(PYTHON) --no-deps --target $(@D)/site-packages -r $<
+	@touch $@
 
 lint: setup docs
 	.venv/bin/ruff check

@@ -5,7 +5,7 @@
 
 ``ulysses_sequence_parallel_size`` is then the number of ranks of a sequence. It need not divide the number of heads.
 Only rollouts in the same microbatch share a prompt: ``use_dynamic_bsz=False``, and
-``ppo_micro_batch_size_per_gpu`` a multiple of ``rollout.n``. Written against verl at commit b178a3cd5.
+``ppo_micro_batch_size_per_gpu`` a multiple of ``rollout.n``. For verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -36,8 +36,13 @@ class MagiFSDPEngine(FSDPEngineWithLMHead):
             labels = shard.dispatch(labels)
         return batch, {"tree": tree, "labels": labels[0], "shard": shard}
 
-    def prepare_model_outputs(self, output: Any, output_args: dict[str, Any], micro_batch: Any) -> dict[str, Tensor]:
-        """Log-probabilities, and entropies where they are asked for, sample by sample."""
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any = None
+    ) -> dict[str, Tensor]:
+        """Log-probabilities, and entropies where they are asked for, sample by sample.
+
+        ``logits_processor_func`` is for distillation, which `tree_of` refuses.
+        """
         logits = output.logits[0].float() / temperature_of(micro_batch)
         rows = {"log_probs": -torch.nn.functional.cross_entropy(logits, output_args["labels"], reduction="none")}
         if wants_entropy(micro_batch):

@@ -17,7 +17,8 @@ def tree_of(micro_batch: Any) -> PrefixTree:
     Raises:
         ValueError: what verl offers besides packed text is asked for, or there are no rollouts.
     """
-    for key, wanted, default in (("use_remove_padding", True, True), ("use_fused_kernels", False, False)):
+    others = "use_fused_kernels", "calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"
+    for key, wanted, default in (("use_remove_padding", True, True), *((key, False, False) for key in others)):
         if tu.get_non_tensor_data(data=micro_batch, key=key, default=default) != wanted:
             raise ValueError(f"{key}: expected {wanted} with rollouts as trees")
     if micro_batch.get("multi_modal_inputs", None) is not None or micro_batch["position_ids"].dim() == 3:

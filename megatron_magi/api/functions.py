@@ -416,6 +416,12 @@ def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
     return rows.clamp(max=max(key.mask.total_seqlen_q - 1, 0))
 
 
+def padded_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
+    """`get_position_ids`, except that padding rows count on after the last token: over the ranks each number is there
+    once."""
+    return _RUNTIMES.get(key).shard.rows(default_device(key.cp_group)).clone()
+
+
 @outside_graphs
 def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
     """Returns the key made last for a group. For code that cannot be given its key; nothing here uses it.

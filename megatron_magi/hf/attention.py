@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 NAME = "magi"
 """What ``attn_implementation`` is set to."""
 
+OWN_NAME = "megatron_magi"
+"""The same where a framework does something of its own for "magi"."""
+
 CP_GROUP = "magi_cp_group"
 """Attribute of the modules of a context-parallel model: the group's name."""
 
@@ -241,7 +244,7 @@ def _explicit(mask: AttnMask, own: Any, num_rows: int) -> AttnMask:
 def check_implementation(model_config: Any) -> None:
     """Raises ValueError for a model that attends otherwise, and would pass over our masks without a word."""
     found = model_config.get_text_config()._attn_implementation
-    if found != NAME:
+    if found not in (NAME, OWN_NAME):
         raise ValueError(f"attn_implementation: expected {NAME!r}, got {found!r}")
 
 

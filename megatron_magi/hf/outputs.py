@@ -148,11 +148,13 @@ def gathered(output: Any, shard: Shard, num_rows: int, has_loss: bool) -> Any:
     Numbers with a gradient stay those of this rank's rows, without the shape of a batch; so do logits, with it.
     """
     values = output if isinstance(output, tuple) else [output.get(name) for name in VECTORS]
-    as_whole = not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(values))
+    # Embeddings ask for a gradient even under no_grad where transformers recomputes layers.
+    has_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(values))
+    as_whole = not (has_gradient and torch.is_grad_enabled())
 
     def vectors(x: Any) -> Any:
         is_of_rows = as_whole and isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == (1, num_rows)
-        return BatchRows.of(x, shard) if is_of_rows else x
+        return BatchRows.of(x.detach(), shard) if is_of_rows else x
 
     if isinstance(output, tuple):
         return (*output[:has_loss], *(tree_map(vectors, x) for x in output[has_loss:]))

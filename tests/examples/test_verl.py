@@ -1,4 +1,4 @@
-"""verl's engines with rollouts as trees: losses and gradients of rollouts one by one, by a fake of verl."""
+"""verl's Megatron engine with rollouts as trees: losses and gradients of rollouts one by one, by a fake of verl."""
 
 import importlib
 import sys
@@ -106,36 +106,6 @@ def difference(ours, expected):
     return max(((ours[n] - expected[n]).abs().max() / (1 + expected[n].abs().max())).item() for n in expected)
 
 
-def with_fsdp(_rank, num_ranks):
-    """Differences of losses and gradients, on one rank and on all, and what is refused."""
-    from tests.hf.models import make_model
-
-    make_engine = engine_class("fsdp_engine", "fsdp2", "cuda")
-    eager = make_model("llama", "eager")
-    expected = one_by_one(lambda tokens: eager(tokens[None], use_cache=False).logits[0], microbatches())
-    sum(expected).backward()
-    out = {}
-    for sp_size in (1, num_ranks):
-        model = make_model("llama")
-        engine, rows = make_engine(model, sp_size), record_rows(model)
-        outputs = engine.forward_backward_batch(microbatches(), verl_loss)
-        check_rows(rows, sp_size)
-        assert [o["metrics"]["size"] for o in outputs] == [3, 6, 2]
-        losses = max(abs(o["loss"] - e.item()) for o, e in zip(outputs, expected, strict=True))
-        for parameter in model.parameters() if sp_size > 1 else ():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= sp_size
-        out[sp_size] = losses, difference(gradients(model), gradients(eager))
-    batch = microbatches()[0]
-    refused = {"temperature": torch.tensor([0.5, 0.7, 0.7]), "use_remove_padding": False, "use_fused_kernels": True}
-    refused["multi_modal_inputs"] = [{}]
-    refused["input_ids"] = torch.zeros(0, 4, dtype=torch.int64)
-    for name, value in refused.items():
-        with pytest.raises(ValueError, match=f"^{name}: "):
-            engine.forward_backward_batch([verl_stand_in.Microbatch(batch, **{name: value})], None, forward_only=True)
-    return out
-
-
 def build_gpt(model_class):
     """A small GPT of Megatron with random weights."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -191,6 +161,20 @@ def stock_megatron(_rank, _num_ranks):
     return [loss.item() for loss in losses], gradients(model)
 
 
+def refuse():
+    """What rollouts as trees cannot have raises an error that names it."""
+    from rollout_trees import temperature_of, tree_of
+
+    refused = {"use_remove_padding": False, "use_fused_kernels": True, "calculate_sum_pi_squared": True}
+    refused |= {"distillation_use_topk": True, "distillation_only": True, "multi_modal_inputs": [{}]}
+    refused["input_ids"] = torch.zeros(0, 4, dtype=torch.int64)
+    for name, value in refused.items():
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            tree_of(verl_stand_in.Microbatch(microbatches()[0], **{name: value}))
+    with pytest.raises(ValueError, match=r"^temperature: "):
+        temperature_of({"temperature": torch.tensor([0.5, 0.7, 0.7])})
+
+
 def with_megatron(_rank, num_ranks):
     """Losses and gradients of the engine over all ranks."""
     start_megatron()
@@ -206,19 +190,11 @@ def with_megatron(_rank, num_ranks):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= num_ranks
+    refuse()
     stock = type(engine)(lambda _class: torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"^model: Linear was not built by"):
         stock.initialize()
     return [o["loss"] for o in outputs], gradients(model)
-
-
-def test_the_fsdp_engine_computes_shared_prompts_once():
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
-    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
-    for result in run_ranks(with_fsdp, 2, timeout_s=120.0):
-        for losses, gradient in result.values():
-            assert losses < 1e-4
-            assert gradient < 1e-5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks stand for GPUs by their CPUs, which real ones forbid")

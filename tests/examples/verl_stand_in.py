@@ -1,6 +1,6 @@
 """verl's engines as far as an engine of one's own sees them: names, arguments, and the order of calls.
 
-As at verl's commit b178a3cd5: `EngineRegistry`, `FSDPEngineWithLMHead`, `MegatronEngineWithLMHead`, microbatches that
+As at verl's commit b178a3cd5: `EngineRegistry`, `MegatronEngineWithLMHead`, microbatches that
 are dictionaries of jagged tensors, losses that are called with ``model_output``, ``data`` and ``dp_group``.
 """
 
@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 
 
 class Microbatch(dict):
@@ -31,40 +30,6 @@ class EngineRegistry:
             return engine_class
 
         return decorator
-
-
-@EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
-class FSDPEngineWithLMHead:
-    def __init__(self, module, sp_size):
-        from torch.distributed.device_mesh import init_device_mesh
-
-        self.module, self.ulysses_sequence_parallel_size = module, sp_size
-        self.use_ulysses_sp = sp_size > 1
-        shape = (dist.get_world_size() // sp_size, sp_size)
-        self.ulysses_device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "sp")) if sp_size > 1 else None
-
-    def get_data_parallel_group(self):
-        return self.ulysses_device_mesh.get_group("dp") if self.use_ulysses_sp else dist.group.WORLD
-
-    def forward_backward_batch(self, data, loss_function, forward_only=False):
-        outputs = []
-        for micro_batch in data:
-            with torch.set_grad_enabled(not forward_only):
-                loss, output = self.forward_step(micro_batch, loss_function, forward_only)
-            if not forward_only:
-                loss.backward()
-            outputs.append(output)
-        return outputs
-
-    def forward_step(self, micro_batch, loss_function, forward_only):
-        model_inputs, output_args = self.prepare_model_inputs(micro_batch=micro_batch)
-        raw_output = self.module(**model_inputs, use_cache=False)
-        model_output = self.prepare_model_outputs(output=raw_output, output_args=output_args, micro_batch=micro_batch)
-        loss, metrics = torch.tensor(1.0), {}
-        if loss_function is not None:
-            group = self.get_data_parallel_group()
-            loss, metrics = loss_function(model_output=model_output, data=micro_batch, dp_group=group)
-        return loss, {"model_output": model_output, "loss": loss.detach().item(), "metrics": metrics}
 
 
 @EngineRegistry.register(model_type="language_model", backend="megatron")
@@ -138,7 +103,6 @@ def install(gpt_model=None):
         "verl.workers": {},
         "verl.workers.engine": {
             "EngineRegistry": EngineRegistry,
-            "FSDPEngineWithLMHead": FSDPEngineWithLMHead,
             "MegatronEngineWithLMHead": MegatronEngineWithLMHead,
         },
         "mbridge": {},

@@ -12,7 +12,7 @@ import megatron_magi
 from megatron_magi.testing.megatron_launch import launch
 
 ROOT = Path(megatron_magi.__file__).parents[1]
-FOLDER = ROOT / "build/frameworks/bridge"
+FOLDER = ROOT / "build/frameworks/megatron_bridge/site-packages"
 EXAMPLE = ROOT / "examples/megatron_bridge.py"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="megatron-bridge is not there: make test-frameworks")
 

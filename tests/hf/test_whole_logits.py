@@ -33,6 +33,16 @@ def use_as_tensors(rank, num_ranks):
     assert inner(**batch).last_hidden_state.shape[:2] == a.shape[:2]
 
 
+@torch.no_grad()
+def recompute_layers(rank, num_ranks):
+    """What the Trainer's ``gradient_checkpointing=True`` does: embeddings ask for a gradient."""
+    model = context_parallel(make_model("llama"), dist.group.WORLD).eval()
+    model.enable_input_require_grads()
+    batch = padded_batch()
+    output = model(**batch, output_hidden_states=True)
+    return {tuple(x.shape[:2]) == tuple(batch["input_ids"].shape) for x in (output.logits, *output.hidden_states)}
+
+
 def use_in_other_orders(rank, num_ranks):
     model, batch = context_parallel(make_model("llama"), dist.group.WORLD), padded_batch()
     with torch.no_grad():
@@ -51,6 +61,10 @@ def train_the_last_layer(rank, num_ranks):
 
 def test_one_rank_may_print_them_and_they_can_be_changed_and_read_as_tensors():
     run_ranks(use_as_tensors, 2, timeout_s=60)
+
+
+def test_without_gradients_hidden_states_are_whole_where_layers_are_recomputed_in_training():
+    assert run_ranks(recompute_layers, 2, timeout_s=60) == [{True}, {True}]
 
 
 def test_ranks_that_use_them_in_other_orders_get_a_message():

@@ -1,0 +1,63 @@
+"""Packed training under context parallelism, model by model, in the unmodified Trainer."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
+
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+import megatron_magi
+from megatron_magi.testing.spawn import run_ranks
+from tests.hf import packed_models
+from tests.hf.models import make_model
+from tests.hf.packed_models import MODELS, compare, documents, fresh_state, kinds, options, padded, refusal, table
+
+PAGE = Path(megatron_magi.__file__).parents[1] / "docs/hugging_face.md"
+
+
+def train(folder, cp_size):
+    """Each model, packed; on one rank with eager attention and a row for each document."""
+    out = {}
+    for name, config in MODELS.items():
+        fresh_state()
+        model = make_model(config, "eager" if cp_size == 1 else "magi")
+        samples = [{"input_ids": tokens} for tokens in documents()]
+        collator = padded if cp_size == 1 else DataCollatorWithFlattening()
+        out[name] = packed_models.train(
+            Trainer(model, TrainingArguments(**options(folder, cp_size)), collator, samples)
+        )
+    return out
+
+
+def on_ranks(rank, num_ranks, folder):
+    return train(f"{folder}/{rank}", num_ranks)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("trainer"))
+    try:
+        return run_ranks(on_ranks, 2, folder, timeout_s=120.0), train(folder, 1)
+    finally:
+        fresh_state()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_trainer_on_two_ranks_has_the_losses_of_one_and_nothing_unseen_moves(results, name):
+    two_ranks, one_rank = results
+    for result in two_ranks:
+        compare(result[name], one_rank[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_accelerates_own_context_parallelism_refuses_what_is_not_full_attention(name):
+    has_full_alone = set(kinds(MODELS[name])) == {"full_attention"}
+    assert ("does not support attention layers of type" in refusal(name)) == (not has_full_alone)
+
+
+def test_the_table_of_the_page_has_the_models_that_are_trained_here():
+    assert table() in PAGE.read_text(), "run: python -m tests.hf.packed_models"
