@@ -112,6 +112,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="MODULE:FUNCTION or FILE.py:FUNCTION that is given the number of a layer, from 1, and returns its mask as "
         "text for --magi-mask, or None for that of --magi-mask.",
     )
+    _add_packing(parser, group)
+    return parser
+
+
+def _add_packing(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
     if not any(PACKING in action.option_strings for action in parser._actions):
         group.add_argument(
             PACKING,
@@ -120,4 +125,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             help="Samples have any length up to --seq-length: those of an iteration are packed into microbatches of as "
             "many tokens at most, whose number differs from iteration to iteration.",
         )
-    return parser
