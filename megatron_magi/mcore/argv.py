@@ -105,6 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "AttnMask. "
         "Rotary positions are then the position ids of the data set.",
     )
+    _add_masks_and_packing(parser, group)
+    return parser
+
+
+def _add_masks_and_packing(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--magi-layer-masks",
         metavar="FUNCTION",
@@ -112,11 +117,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="MODULE:FUNCTION or FILE.py:FUNCTION that is given the number of a layer, from 1, and returns its mask as "
         "text for --magi-mask, or None for that of --magi-mask.",
     )
-    _add_packing(parser, group)
-    return parser
-
-
-def _add_packing(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
     if not any(PACKING in action.option_strings for action in parser._actions):
         group.add_argument(
             PACKING,
