@@ -105,6 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "AttnMask. "
         "Rotary positions are then the position ids of the data set.",
     )
+    _add_masks_and_packing(parser, group)
+    return parser
+
+
+def _add_masks_and_packing(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--magi-layer-masks",
         metavar="FUNCTION",
@@ -120,4 +125,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             help="Samples have any length up to --seq-length: those of an iteration are packed into microbatches of as "
             "many tokens at most, whose number differs from iteration to iteration.",
         )
-    return parser

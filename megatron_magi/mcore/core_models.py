@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from typing import Any
 
@@ -13,17 +13,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from megatron_magi.mcore.argv import add_arguments
 from megatron_magi.mcore.batch import BatchDispatcher
 from megatron_magi.mcore.forward_step import make_dispatcher
 from megatron_magi.mcore.layer_spec import replace_core_attention
 from megatron_magi.mcore.model import MagiGPTModel
 
 _NOT_IN_CONFIG = {
-    "magi_chunk_size": None,
-    "magi_overlap_degree": None,
-    "magi_mask": None,
-    "magi_layer_masks": None,
-    "magi_layout": "auto",
     "group_query_attention": True,
     "reset_attention_mask": False,
     "multi_latent_attention": False,
@@ -92,4 +88,5 @@ def dispatcher_of(
         mask = "documents"
     known = {f.name: getattr(config, f.name) for f in fields(config)}
     more = {"micro_batch_size": micro_batch_size, "magi_mask": mask, "local_rank": int(os.environ.get("LOCAL_RANK", 0))}
-    return make_dispatcher(Namespace(**{**_NOT_IN_CONFIG, **known, **more}))
+    own = vars(add_arguments(ArgumentParser()).parse_args([]))
+    return make_dispatcher(Namespace(**{**own, **_NOT_IN_CONFIG, **known, **more}))
