@@ -95,6 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         help="Number of stages in which remote keys are fetched; 0 fetches all before computing. Chosen if not given.",
     )
+    _add_masks(group)
+    return parser
+
+
+def _add_masks(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--magi-mask",
         metavar="MASK",
@@ -120,4 +125,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             help="Samples have any length up to --seq-length: those of an iteration are packed into microbatches of as "
             "many tokens at most, whose number differs from iteration to iteration.",
         )
-    return parser
