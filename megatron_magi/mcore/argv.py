@@ -95,6 +95,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         help="Number of stages in which remote keys are fetched; 0 fetches all before computing. Chosen if not given.",
     )
+    _add_masks(group)
+    if not any(PACKING in action.option_strings for action in parser._actions):
+        group.add_argument(
+            PACKING,
+            choices=["dp_balanced"],
+            default=None,
+            help="Samples have any length up to --seq-length: those of an iteration are packed into microbatches of as "
+            "many tokens at most, whose number differs from iteration to iteration.",
+        )
+    return parser
+
+
+def _add_masks(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--magi-mask",
         metavar="MASK",
@@ -105,11 +118,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "AttnMask. "
         "Rotary positions are then the position ids of the data set.",
     )
-    _add_masks_and_packing(parser, group)
-    return parser
-
-
-def _add_masks_and_packing(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--magi-layer-masks",
         metavar="FUNCTION",
@@ -117,11 +125,3 @@ def _add_masks_and_packing(parser: argparse.ArgumentParser, group: argparse._Arg
         help="MODULE:FUNCTION or FILE.py:FUNCTION that is given the number of a layer, from 1, and returns its mask as "
         "text for --magi-mask, or None for that of --magi-mask.",
     )
-    if not any(PACKING in action.option_strings for action in parser._actions):
-        group.add_argument(
-            PACKING,
-            choices=["dp_balanced"],
-            default=None,
-            help="Samples have any length up to --seq-length: those of an iteration are packed into microbatches of as "
-            "many tokens at most, whose number differs from iteration to iteration.",
-        )
