@@ -3,7 +3,7 @@
     actor_rollout_ref.model.external_lib=fsdp_engine     # this folder on PYTHONPATH
     +actor_rollout_ref.model.override_config.attn_implementation=magi
 
-``ulysses_sequence_parallel_size`` is then the number of ranks of a sequence. It need not divide the number of heads.
+``ulysses_sequence_parallel_size`` is then the number of ranks of a sequence; verl checks that it divides the heads.
 Only rollouts in the same microbatch share a prompt: ``use_dynamic_bsz=False``, and
 ``ppo_micro_batch_size_per_gpu`` a multiple of ``rollout.n``. For verl 0.9.1.
 """
