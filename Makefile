@@ -52,7 +52,7 @@ slurm-demo: setup
 	$(PYTHON) pretrain_scripts/slurm/lab/demo.py
 
 test: setup
-	$(PYTHON) -m pytest $(PYTEST_ARGS)$(if $(PYTEST_ARGS),,$(foreach v,$(MEGATRON_VERSIONS), && $(PYTHON) tests/megatron_versions.py --version $(v)) && $(MAKE) test-frameworks)
+	$(PYTHON) -m pytest $(PYTEST_ARGS)$(if $(PYTEST_ARGS),,$(foreach v,$(MEGATRON_VERSIONS), && $(PYTHON) tests/megatron_versions.py --version $(v)))
 
 # What depends on Megatron, under another megatron-core: VERSION of PyPI, or TREE, a folder that has megatron/.
 test-megatron: setup
