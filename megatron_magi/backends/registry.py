@@ -28,6 +28,9 @@ BACKENDS: dict[str, Backend] = {
 SPARSE: dict[str, Sparse] = {name: backend.sparse for name, backend in BACKENDS.items() if backend.sparse is not None}
 """Attention over lists of keys, likewise."""
 
+_FASTEST_SPARSE = ("ffa",)
+"""The same for lists of keys. Kernels in Triton are taken by name alone: they have not been run on a GPU."""
+
 _FASTEST = ("ffa", "cudnn", "triton")
 """Where ``auto`` looks on a GPU, in this order: the first that takes the call. Which GPUs a backend serves is its own
 matter (`Backend.why_not`). Where none does, it is `_ANYWHERE`."""
@@ -161,13 +164,13 @@ def choose_sparse(impl: str, device: torch.device, dtype: torch.dtype, dims: tup
 
 def fast_sparse(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> Sparse | None:
     """Kernels for attention over lists of keys that take such tensors; None if there are none."""
-    known = (SPARSE[name] for name in _FASTEST if name in SPARSE)
+    known = (SPARSE[name] for name in _FASTEST_SPARSE)
     return next((sparse for sparse in known if sparse.why_not(device, dtype, dims) is None), None)
 
 
 @cache
 def _warn_sparse_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    reasons = "; ".join(str(SPARSE[name].why_not(device, dtype, dims)) for name in _FASTEST if name in SPARSE)
+    reasons = "; ".join(str(SPARSE[name].why_not(device, dtype, dims)) for name in _FASTEST_SPARSE)
     logger.warning("sparse attention falls back to the dense definition: %s", reasons)
 
 
