@@ -203,6 +203,15 @@ def profile_mode(environ: Mapping[str, str] | None = None) -> bool:
     return bool(VARIABLES[PROFILE].parse(text or "0"))
 
 
+def local_rank(environ: Mapping[str, str] | None = None) -> int:
+    """This process's number on its host, as torchrun sets it (``LOCAL_RANK``); 0 without torchrun.
+
+    Args:
+        environ: the variables; ``os.environ`` when None.
+    """
+    return int((os.environ if environ is None else environ).get("LOCAL_RANK", "0"))
+
+
 def set_for_megatron() -> Callable[[], object]:
     """Sets what Megatron insists on with tensor or context parallelism, unless it is set.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from typing import Any
@@ -13,6 +12,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from megatron_magi import envs
 from megatron_magi.mcore.argv import add_arguments
 from megatron_magi.mcore.batch import BatchDispatcher
 from megatron_magi.mcore.forward_step import make_dispatcher
@@ -87,6 +87,6 @@ def dispatcher_of(
     if mask is None and own_positions:
         mask = "documents"
     known = {f.name: getattr(config, f.name) for f in fields(config)}
-    more = {"micro_batch_size": micro_batch_size, "magi_mask": mask, "local_rank": int(os.environ.get("LOCAL_RANK", 0))}
+    more = {"micro_batch_size": micro_batch_size, "magi_mask": mask, "local_rank": envs.local_rank()}
     own = vars(add_arguments(ArgumentParser()).parse_args([]))
     return make_dispatcher(Namespace(**{**own, **_NOT_IN_CONFIG, **known, **more}))

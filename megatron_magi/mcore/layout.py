@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 
+import numpy as np
+
 from megatron_magi.config import DispatchConfig
 from megatron_magi.plan import Dispatch, given_dispatch
 
@@ -40,3 +42,20 @@ def dispatch_in(layout: str, total_seqlen: int, cp_size: int, config: DispatchCo
             f"of {cp_size} ranks"
         )
     return given_dispatch(layout, total_seqlen, cp_size, pad_size=pad_size)
+
+
+def positions_of_rows(dispatch: Dispatch, batch_size: int) -> np.ndarray | None:
+    """`token_order.TokenOrder.positions`: of Megatron's ``[seqlen, batch_size]``, flattened, rank after rank.
+
+    None if they are in order.
+    """
+    # Sequence-parallel ranks hold parts of the first dimension, so one flattens it without moving rows.
+    ranks = [index.reshape(batch_size, -1).T.reshape(-1) for index in dispatch.global_indices()]
+    positions = np.concatenate(ranks).astype(np.int32)
+    return None if np.array_equal(positions, np.arange(len(positions))) else positions
+
+
+def bounds_of_documents(cu_seqlens: np.ndarray, padded_seqlen: int) -> np.ndarray:
+    """`token_order.TokenOrder.cu_seqlens_q` of documents that padding follows."""
+    tail = [padded_seqlen] if padded_seqlen > cu_seqlens[-1] else []
+    return np.append(cu_seqlens, tail).astype(np.int32)

@@ -21,8 +21,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.microbatch import Microbatch, document_bounds, sequence_bounds
 from megatron_magi.mask.source import LayerMasks, MaskSource
-from megatron_magi.mcore.layout import dispatch_in
-from megatron_magi.mcore.token_order import bounds_of_documents, positions_of_rows
+from megatron_magi.mcore.layout import bounds_of_documents, dispatch_in, positions_of_rows
 from megatron_magi.plan import Dispatch, PlanSet, PlanStats, RankPlan, make_plan
 
 SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")

@@ -11,12 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
-
-from megatron_magi.plan import Dispatch
 
 
 @dataclass
@@ -29,7 +26,7 @@ class TokenOrder(PackedSeqParams):
 
     Attributes:
         positions: int32 ``[num_tokens]``, position in the sequence of each of the rows of all ranks, one rank's after
-            another, as `positions_of_rows` makes them; None if they are in order.
+            another, as `layout.positions_of_rows` makes them; None if they are in order.
         num_tokens: of all ranks, padding included.
     """
 
@@ -80,20 +77,3 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
         return dout.index_select(0, *ctx.saved_tensors), None, None
-
-
-def positions_of_rows(dispatch: Dispatch, batch_size: int) -> np.ndarray | None:
-    """`TokenOrder.positions`: of Megatron's ``[seqlen, batch_size]``, flattened, of each rank after the other.
-
-    None if they are in order.
-    """
-    # Sequence-parallel ranks hold parts of the first dimension, so one flattens it without moving rows.
-    ranks = [index.reshape(batch_size, -1).T.reshape(-1) for index in dispatch.global_indices()]
-    positions = np.concatenate(ranks).astype(np.int32)
-    return None if np.array_equal(positions, np.arange(len(positions))) else positions
-
-
-def bounds_of_documents(cu_seqlens: np.ndarray, padded_seqlen: int) -> np.ndarray:
-    """`TokenOrder.cu_seqlens_q` of documents that padding follows."""
-    tail = [padded_seqlen] if padded_seqlen > cu_seqlens[-1] else []
-    return np.append(cu_seqlens, tail).astype(np.int32)

@@ -20,8 +20,8 @@ def test_the_folder_is_made_before_training_or_refused_by_name(tmp_path: Path) -
 
 
 def test_plans_of_an_iteration_are_added_up_but_for_the_worst_balance_and_degree() -> None:
-    one = PlanStats((10, 30), 1.5, (4, 4), received_rows=(3, 5), lower_bound_rows=(3, 2), degree=1)
-    other = PlanStats((20, 20), 1.0, (4, 4), received_rows=(1, 0), lower_bound_rows=(1, 0), degree=2)
+    one = PlanStats((10, 30), 1.5, (4, 4), guest_rows=(0, 0), received_rows=(3, 5), lower_bound_rows=(3, 2), degree=1)
+    other = PlanStats((20, 20), 1.0, (4, 4), guest_rows=(0, 0), received_rows=(1, 0), lower_bound_rows=(1, 0), degree=2)
     assert _summary([one, other]) == {
         "num_plans": 2,
         "balance": 1.5,
