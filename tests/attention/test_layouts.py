@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -55,10 +56,11 @@ def run_layouts(rank: int, num_ranks: int, todo: list[cs.Case], device: str = "c
     ]
 
 
-def check(todo: list[cs.Case], results: list[list[list[dict]]], num_ranks: int) -> None:
+def check(todo: list[cs.Case], results: list[list[list[dict]]]) -> None:
+    """Compares with dense attention what each rank found for each case, in each of its layouts or plans."""
     for i, case in enumerate(todo):
-        for j in range(len(layouts_of(case, num_ranks))):
-            found, where = gather(case, [r[i][j] for r in results]), f"case {i} layout {j}"
+        for j in range(len(results[0][i])):
+            found, where = gather(case, [r[i][j] for r in results]), f"case {i} plan {j}"
             if case.dtype == torch.float64:
                 for name, value in cs.dense_attention(case, cs.inputs(case)).items():
                     torch.testing.assert_close(
@@ -88,24 +90,34 @@ def drawn_cases(draw) -> cs.Case:
     )
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 9))
-def test_any_layout_equals_dense_attention(ranks, num_ranks: int) -> None:
+def check_drawn(start: Callable[[list[cs.Case]], list[list[list[dict]]]]) -> None:
+    """`check` of drawn cases; ``start``: computes them on all ranks."""
+
     # Hypothesis draws lists of cases: ranks are started once a list.
     @settings(max_examples=1, phases=[Phase.generate], suppress_health_check=list(HealthCheck), deadline=None)
     @given(todo=st.lists(drawn_cases(), min_size=6, max_size=6))
     def drawn(todo: list[cs.Case]) -> None:
-        check(todo, ranks(num_ranks, run_layouts, todo), num_ranks)
+        check(todo, start(todo))
 
     drawn()
+
+
+def two_nodes(todo: list[cs.Case]) -> list[cs.Case]:
+    """Every second case, on nodes of two ranks."""
+    comm = dataclasses.replace(todo[0].config.comm, ranks_per_node=2)
+    return [dataclasses.replace(c, config=dataclasses.replace(c.config, comm=comm)) for c in todo[::2]]
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+def test_any_layout_equals_dense_attention(ranks, num_ranks: int) -> None:
+    check_drawn(lambda todo: ranks(num_ranks, run_layouts, todo))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_option_works_over_given_layouts(ranks, num_ranks: int) -> None:
     todo = cs.variants()
-    if num_ranks == 4:
-        comm = dataclasses.replace(todo[0].config.comm, ranks_per_node=2)
-        todo = [dataclasses.replace(c, config=dataclasses.replace(c.config, comm=comm)) for c in todo[::2]]
-    check(todo, ranks(num_ranks, run_layouts, todo), num_ranks)
+    todo = two_nodes(todo) if num_ranks == 4 else todo
+    check(todo, ranks(num_ranks, run_layouts, todo))
 
 
 def run_prepared(rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,4 +149,4 @@ def test_prepared_batches_take_given_layouts(ranks) -> None:
 def test_gpus_take_given_layouts(ranks) -> None:
     num_ranks, todo = 2, cs.hopper_variants()[::4]
     run = functools.partial(run_layouts, device="cuda")
-    check(todo, ranks(num_ranks, run, todo, backend="nccl", timeout_s=240.0), num_ranks)
+    check(todo, ranks(num_ranks, run, todo, backend="nccl", timeout_s=240.0))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from megatron_magi.attention import distributed, distributed_attention, travel
 from megatron_magi.attention.prepared_batch import AttnShape, prepare_batch
@@ -18,8 +15,8 @@ from megatron_magi.comm.group_collective import group_cast, group_reduce
 from megatron_magi.config import AttendConfig, MagiConfig, OverlapConfig
 from megatron_magi.plan import Dispatch, Plan, given_dispatch, make_plan
 from tests.attention import cases as cs
-from tests.attention.test_distributed import assert_case_within_budget, gather, run_case
-from tests.attention.test_layouts import drawn_cases, scattered
+from tests.attention.test_distributed import run_case
+from tests.attention.test_layouts import check, check_drawn, scattered, two_nodes
 
 
 def plans_of(case: cs.Case, num_ranks: int) -> list[Plan]:
@@ -42,42 +39,17 @@ def run_travel(rank: int, num_ranks: int, todo: list[cs.Case], device: str = "cp
     return [[run_case(c, rank, plan, device) for plan in plans_of(c, num_ranks)] for c in todo]
 
 
-def check(todo: list[cs.Case], results: list[list[list[dict]]], num_ranks: int) -> None:
-    for i, case in enumerate(todo):
-        for j in range(len(results[0][i])):
-            found, where = gather(case, [r[i][j] for r in results]), f"case {i} plan {j}"
-            if case.dtype == torch.float64:
-                for name, value in cs.dense_attention(case, cs.inputs(case)).items():
-                    torch.testing.assert_close(
-                        found[name].double(),
-                        value,
-                        rtol=1e-10,
-                        atol=1e-10,
-                        msg=lambda m, w=where, n=name: f"{w} {n}: {m}",
-                    )
-            else:
-                assert_case_within_budget(where, case, found)
-
-
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 def test_queries_computed_anywhere_equal_dense_attention(ranks, num_ranks: int) -> None:
-    # Hypothesis draws lists of cases: ranks are started once a list.
-    @settings(max_examples=1, phases=[Phase.generate], suppress_health_check=list(HealthCheck), deadline=None)
-    @given(todo=st.lists(drawn_cases(), min_size=6, max_size=6))
-    def drawn(todo: list[cs.Case]) -> None:
-        check(todo, ranks(num_ranks, run_travel, todo), num_ranks)
-
-    drawn()
+    check_drawn(lambda todo: ranks(num_ranks, run_travel, todo))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_option_works_with_queries_that_travel(ranks, num_ranks: int) -> None:
     todo = [c for c in cs.variants() if not c.config.dispatch.uneven_shard or c.mask.total_seqlen_q >= num_ranks]
     todo += [cs.Case(cs.documents([20, 31]), MagiConfig(), head_dim=24, head_dim_v=16)]
-    if num_ranks == 4:
-        comm = dataclasses.replace(todo[0].config.comm, ranks_per_node=2)
-        todo = [dataclasses.replace(c, config=dataclasses.replace(c.config, comm=comm)) for c in todo[::2]]
-    check(todo, ranks(num_ranks, run_travel, todo), num_ranks)
+    todo = two_nodes(todo) if num_ranks == 4 else todo
+    check(todo, ranks(num_ranks, run_travel, todo))
 
 
 def run_prepared(rank: int, num_ranks: int, case: cs.Case, device: str = "cpu") -> list[tuple[torch.Tensor, ...]]:
@@ -181,7 +153,7 @@ def test_bytes_are_those_of_the_plan(ranks, dtype) -> None:
 def test_queries_travel_between_gpus(ranks) -> None:
     num_ranks, todo = 2, cs.hopper_variants()[::4]
     run = functools.partial(run_travel, device="cuda")
-    check(todo, ranks(num_ranks, run, todo, backend="nccl", timeout_s=240.0), num_ranks)
+    check(todo, ranks(num_ranks, run, todo, backend="nccl", timeout_s=240.0))
 
 
 @pytest.mark.gpu

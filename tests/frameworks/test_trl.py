@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from megatron_magi.testing.spawn import run_ranks
 from tests.hf import packed_models
 from tests.hf.models import VOCABULARY, make_model
 from tests.hf.packed_models import MODELS, NOT_BY_TRL, compare, documents, fresh_state, options
@@ -61,11 +60,7 @@ def on_ranks(rank, num_ranks, folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("trainer"))
-    try:
-        return run_ranks(on_ranks, 2, folder, timeout_s=120.0), train(folder, 1)
-    finally:
-        fresh_state()
+    return packed_models.on_two_ranks_and_one(on_ranks, train, str(tmp_path_factory.mktemp("trainer")))
 
 
 @pytest.mark.parametrize("name", TAKEN)

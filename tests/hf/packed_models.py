@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from megatron_magi.hf import MagiParallelismConfig
 from megatron_magi.hf.attention import CP_GROUP
+from megatron_magi.testing.spawn import run_ranks
 from tests.hf.model_types import config_of
 from tests.hf.models import CONFIGS, VOCABULARY, make_model, packed_batch
 
@@ -38,6 +39,14 @@ LENGTHS = [9, 14, 22, 5, 17, 11, 8, 20]
 def documents():
     """Tokens of documents, the samples of a data set."""
     return [packed_batch((n,), seed=n)["input_ids"][0].tolist() for n in LENGTHS]
+
+
+def on_two_ranks_and_one(on_ranks, train, folder):
+    """Results of ``on_ranks(rank, 2, folder)``, and of ``train(folder, 1)`` in this process."""
+    try:
+        return run_ranks(on_ranks, 2, folder, timeout_s=120.0), train(folder, 1)
+    finally:
+        fresh_state()
 
 
 def fresh_state():

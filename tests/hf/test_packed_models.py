@@ -10,7 +10,6 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import megatron_magi
-from megatron_magi.testing.spawn import run_ranks
 from tests.hf import packed_models
 from tests.hf.models import make_model
 from tests.hf.packed_models import MODELS, compare, documents, fresh_state, kinds, options, padded, refusal, table
@@ -38,11 +37,7 @@ def on_ranks(rank, num_ranks, folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("trainer"))
-    try:
-        return run_ranks(on_ranks, 2, folder, timeout_s=120.0), train(folder, 1)
-    finally:
-        fresh_state()
+    return packed_models.on_two_ranks_and_one(on_ranks, train, str(tmp_path_factory.mktemp("trainer")))
 
 
 @pytest.mark.ranks(2)

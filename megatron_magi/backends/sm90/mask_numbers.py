@@ -211,10 +211,6 @@ def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict
     }  # fmt: skip
 
 
-TABLES = ("tiles", "segments", "bounds")
-"""The tables of a `HostPlan`, in the order in which they lie in memory."""
-
-
 def forward_numbers(
     facts: MaskFacts, seen: Mapping[str, int], shape: PassShape, plan_of: Callable[[Tiling], HostPlan]
 ) -> MaskNumbers:
@@ -317,11 +313,9 @@ class PassTables:
         for name, plan in self.plans.items():
             if not _is_of_stream(plan, stream):
                 plan.hold_for_stream()
-            begin, offsets = plan.memory.data_ptr(), plan.host.offsets
-            for table, offset in zip(TABLES, offsets, strict=True):
-                self.numbers[f"{name}.{table}"] = begin + offset
+            tables = {"tiles": plan.tiles, "segments": plan.passes, "bounds": plan.bounds}
             more = plan.fields(busy=of_mask.shape.merges, second=name == "queries", schedule=schedules[name])
-            self.numbers |= {f"{name}.{field}": number for field, number in more.items()}
+            self.numbers |= {f"{name}.{field}": number for field, number in {**tables, **more}.items()}
 
 
 def _is_of_stream(plan: DevicePlan, stream: int) -> bool:

@@ -185,16 +185,6 @@ class DevicePlan:
         return self.memory.data_ptr() + self.host.offsets[2]
 
     @property
-    def packed(self) -> int:
-        """Query heads that count as one."""
-        return self.host.packed
-
-    @property
-    def log2_packed(self) -> int:
-        """Logarithm of `packed`, a power of two."""
-        return self.packed.bit_length() - 1
-
-    @property
     def num_tiles(self) -> int:
         """Tiles of one head."""
         return self.host.num_tiles

@@ -326,10 +326,7 @@ class LaunchProgram:
         if shared is not None:
             part, adds = shared.part, adds._replace(dq=False)
         stream = current_stream(q.device)
-        bits = 0
-        for grad in grads[:3]:
-            bits |= grad.data_ptr()
-        aligned = () if bits % _TMA_ALIGNMENT == 0 else tuple(grad.data_ptr() % _TMA_ALIGNMENT for grad in grads[:3])
+        aligned = () if _are_aligned(grads[:3]) else tuple(grad.data_ptr() % _TMA_ALIGNMENT for grad in grads[:3])
         key = (
             stream, adds, part, shared is not None, *aligned, *[grad.dtype for grad in grads[:3]],
             *[t.stride() for t in (*inputs, *grads[:3])],
@@ -362,10 +359,7 @@ class LaunchProgram:
         known = self.bound.get(key)
         if known is None or not known.calls.form.is_direct or not known.holds():
             return None
-        bits = 0
-        for t in tensors:
-            bits |= t.data_ptr()
-        return None if bits % _TMA_ALIGNMENT else known
+        return known if _are_aligned(tensors) else None
 
     def _rows(self, x: Tensor) -> Tensor:
         """The tensor to publish; unchanged if nothing is published."""
@@ -532,6 +526,14 @@ class LaunchProgram:
 def _made(make: Callable, tensors: tuple, of_call: tuple, made: dict, one: LaunchProgram) -> _BoundLaunches | None:
     """One of `LaunchProgram.makers`; ``made``: the lists that it has made, by form."""
     return make(one, tensors, made, *of_call)
+
+
+def _are_aligned(tensors: Sequence[Tensor]) -> bool:
+    """Whether the addresses of all tensors are aligned for tensor maps."""
+    bits = 0
+    for t in tensors:
+        bits |= t.data_ptr()
+    return bits % _TMA_ALIGNMENT == 0
 
 
 def can_store(q: Tensor, v: Tensor, out: Tensor) -> bool:
