@@ -31,7 +31,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(doctor, "_collectives", lambda found, of=doctor._collectives: of(found, lambda *_: linked))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(count))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-        monkeypatch.setattr("megatron_magi.backends.triton.backend._missing_of_compiler", lambda: None)
+        monkeypatch.setattr("megatron_magi.backends.triton.support._missing_of_compiler", lambda: None)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: f"GPU {capability}")
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
         monkeypatch.setattr(support, "_where", lambda device: (device.type, capability if count else None))

@@ -30,7 +30,7 @@ def on_gpu(monkeypatch):
         monkeypatch.setattr(registry, "_said", set())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-        monkeypatch.setattr("megatron_magi.backends.triton.backend._missing_of_compiler", lambda: None)
+        monkeypatch.setattr("megatron_magi.backends.triton.support._missing_of_compiler", lambda: None)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: f"GPU {capability}")
 
     return pretend
