@@ -25,6 +25,7 @@ from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import make_plan
 from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.upload import PackedArrays
+from tests import forced
 from tests.attention import cases as cs
 from tests.backends.sm90.fake_driver import fake_driver
 
@@ -144,6 +145,7 @@ MASKS = {
         ((64, 64), {"comm": CommConfig("native"), "overlap": OverlapConfig(degree=3, one_launch=True)}),
     ],
 )
+@forced.free_choice
 def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone, mask, dims, options):
     config = MagiConfig(**options)
     config = replace(config, attend=replace(config.attend, impl="ffa"), comm=replace(config.comm, verify=False))
