@@ -67,7 +67,7 @@ def handles() -> dict[str, int]:
     return {
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")),
-        "tensors": sum(isinstance(x, torch.Tensor) for x in gc.get_objects()),
+        "tensors": sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()),
         "plans": len(api.functions._RUNTIMES),
     }
 
@@ -104,7 +104,7 @@ def make_and_destroy(rank: int, num_ranks: int) -> None:
     """Groups that exist for one microbatch only leave nothing behind."""
     held = []
     be_quick()
-    for turn in range(5):
+    for turn in range(7):
         made, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]] if turn % 2 else [[0, 1, 2, 3]])
         step(made, [40], "zigzag", turn)
         dist.barrier()
@@ -112,7 +112,8 @@ def make_and_destroy(rank: int, num_ranks: int) -> None:
         del made
         time.sleep(3 * timeouts.LOOK_S)  # the thread of the group that went before it ends by itself
         held.append(handles())
-    assert held[2] == held[4], held
+    for name in held[0]:
+        assert held[-1][name] <= max(some[name] for some in held[:3]), (name, held)
 
 
 def test_groups_that_come_and_go_leave_nothing_behind(ranks) -> None:
