@@ -393,7 +393,7 @@ def draw_layouts(path: str, rows: list[list]) -> None:
     for axis, label in zip(axes[:, 0], ("predicted step / planned layout's", "largest area / mean",
                                         "MiB received, forward, mean"), strict=True):  # fmt: skip
         axis.set_ylabel(label)
-    axes[2, -1].legend(fontsize=8, frameon=False)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
