@@ -85,7 +85,7 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
     """
     if name in BASELINES:
         ready = BASELINES[name](case, cluster, HEADS_KV, impl)
-        return Way(num_tokens(ready.runs), ready.attend)
+        return Way(num_tokens(ready.runs), ready.attend, note=ready.note)
     overlap = OverlapConfig(cost=CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM))
     if name in ONE_LAUNCH:
         overlap = replace(overlap, one_launch=ONE_LAUNCH[name])

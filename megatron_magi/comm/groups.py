@@ -85,6 +85,11 @@ def store_of(group: dist.ProcessGroup | None) -> dist.Store:
         raise RuntimeError("group: does not exist any more") from None
 
 
+def exists(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group has not been destroyed; None, a rank alone, exists always."""
+    return group is None or group in dist.distributed_c10d._world.pg_map
+
+
 def timeout_s(group: dist.ProcessGroup) -> float:
     """How long collectives of a group wait."""
     device = next(iter(dist.get_backend_config(group).split(","))).split(":")[0]
