@@ -28,7 +28,7 @@ def dense_attention(q, k, v, visible, sink=None, softmax_scale=None):
             logits = torch.cat([logits, sink[:, head].expand(len(q), -1)], 1)
         seen = (logits > -torch.inf).any(1)
         p = torch.softmax(logits[seen], 1)[:, : len(k)]
-        outs.append(q.new_zeros(q.shape[0], q.shape[2]).index_put((seen,), p @ v[:, head_kv]))
+        outs.append(q.new_zeros(q.shape[0], v.shape[2]).index_put((seen,), p @ v[:, head_kv]))
         lses.append(logits.logsumexp(1))
     return torch.stack(outs, 1), torch.stack(lses, 1)
 
