@@ -147,9 +147,8 @@ def _add_in_order(
         mine = (q[rows], kv, *(x[rows] for x in others))
         _key_gradient(mine, v, parts, SparsePattern((listed,), 1, 1, False), softmax_scale, stores=True)
         named = listed.transpose(0, 1).long()  # as parts, [rows, key heads, topk]
-        there = (named >= 0) & (named < num_keys)
-        place = torch.where(there, named * heads_kv + head, num_keys * heads_kv).flatten()
-        place, order = torch.sort(place, stable=True)
+        place = torch.where(named < 0, num_keys * heads_kv, named * heads_kv + head)  # what is no key comes last
+        place, order = torch.sort(place.flatten(), stable=True)
         latent_kernels().latent_sum_kernel[(num_keys * heads_kv,)](
             parts, sums, order, torch.searchsorted(place, sum_of), D=dim, PAD=padded(dim)
         )

@@ -207,7 +207,7 @@ def latent_key_gradient_kernel(
         grad = _load(dout + row * dout_row + row_head * dout_head, is_row, DV, PAD_V)
         row_lse, row_delta = _row_numbers(lse, delta, row, row_head, is_row, lse_row, lse_head, delta_row, delta_head)
         logits = _scores(query, query_behind, keys, keys_behind, DR, PRECISION)
-        p = tl.where(there[None, :] & is_row[:, None], tl.exp2(logits * scale - row_lse[:, None]), 0.0)
+        p = tl.where(there[None, :], tl.exp2(logits * scale - row_lse[:, None]), 0.0)
         dp = _dot(grad, tl.trans(keys), PRECISION)
         ds = tl.trans((p * (dp - row_delta[:, None]) * softmax_scale).to(query.dtype))
         acc += _dot(tl.trans(p.to(grad.dtype)), grad, PRECISION)
