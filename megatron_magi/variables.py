@@ -159,8 +159,8 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _unneeded(
             PREFIX + "FORWARD_HIGH_PRECISION_REDUCE",
-            "No partial outputs are sent: one rank computes all of a query's output, also where queries travel "
-            "(QO_COMM), merges its stages in fp32 and rounds it once.",
+            "No partial outputs are sent: one rank computes all of a query's output for a head, also where queries "
+            "travel (QO_COMM), merges its stages in fp32 and rounds it once.",
         ),
     ),
     "Performance": (

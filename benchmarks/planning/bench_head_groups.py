@@ -21,34 +21,27 @@ from benchmarks._lib.prediction import OVERLAP
 from benchmarks._lib.provenance import write_csv
 from megatron_magi.backends.sm90.cost import H100
 from megatron_magi.config import DispatchConfig, MagiConfig
-from megatron_magi.mask import AttnMask
-from megatron_magi.plan import Dispatch, dispatch_from_chunks
-from megatron_magi.plan.head_groups import copied_chunks, copied_mask, copies_us, overlap_of_group
-from megatron_magi.plan.travel import Choice, choose_hosts
+from megatron_magi.plan.head_groups import copies_us
+from megatron_magi.plan.plan import hosts_of_groups
+from megatron_magi.plan.travel import choose_hosts
 
 HEADER = ["mask", "tokens_a_gpu", "gpus", "layout", "groups", "home_ms", "rows_ms", "groups_ms", "copies_ms", "gain",
           "plan_ms"]  # fmt: skip
 LAYOUTS = {"zigzag": zigzag, "contiguous": contiguous}
 
 
-def choice(mask: AttnMask, dispatch: Dispatch, groups: int) -> Choice:
-    """Where queries are computed if they travel by so many groups."""
-    config = MagiConfig(dispatch=DispatchConfig(rates=H100), overlap=overlap_of_group(OVERLAP, groups))
-    held = dispatch_from_chunks(*copied_chunks(dispatch, groups))
-    return choose_hosts(copied_mask(mask, dispatch.padded_seqlen, groups), held, config)
-
-
 def rows(name: str, tokens: int, gpus: int, groups: list[int]) -> list[list]:
     """Lines of the table, of layouts whose queries travel."""
     mask, cost, lines = DISTRIBUTED[name](tokens * gpus).mask, OVERLAP.cost, []
+    config = MagiConfig(dispatch=DispatchConfig(rates=H100), overlap=OVERLAP)
     for layout, make in LAYOUTS.items():
         dispatch = make(tokens * gpus, gpus)
-        whole = choice(mask, dispatch, 1)
+        whole = choose_hosts(mask, dispatch, config)
         if whole.home is None or whole.predicted is None:
             continue
         for count in groups:
             begin = time.process_time()
-            found = choice(mask, dispatch, count)
+            found, _ = hosts_of_groups(mask, dispatch, config, count)
             plan_ms = 1e3 * (time.process_time() - begin)
             by_groups, copying = found.predicted.step_us, 0.0
             if found.hosts is not None:

@@ -23,7 +23,7 @@ from megatron_magi.plan.overlap_schedule import make_schedule
 from megatron_magi.plan.partition import areas_by_place, localise, partition, rows_of_chunks, split_stages
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.transfers import TransferTable
-from megatron_magi.plan.travel import BETTER, choose_hosts
+from megatron_magi.plan.travel import BETTER, Choice, choose_hosts
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, own
 
 MAX_RANKS = 1 << 16
@@ -33,8 +33,8 @@ _FORMAT = b"plan-1"
 
 @dataclass(frozen=True)
 class PlanStats:
-    """Statistics of a plan. Tuples have one entry for each rank. With several ``head_groups``, pairs and rows of each
-    group count, and a row has so many times fewer heads; but for ``num_rows``.
+    """Statistics of a plan. Tuples have one entry for each rank. With several ``head_groups`` pairs and rows are those
+    of all heads that amount to the same, rounded up.
 
     Attributes:
         areas: visible (query, key) pairs that the rank computes, those of guests too.
@@ -139,19 +139,24 @@ class Plan:
 
     def stats(self) -> PlanStats:
         """Balance and volume of the plan."""
-        areas, received = self._area.tolist(), np.zeros(self.cp_size, dtype=np.int64)
+        received, guests = np.zeros(self.cp_size, dtype=np.int64), np.zeros(self.cp_size, dtype=np.int64)
         for ranges in self._stages:
             received += sum_by_rank(ranges.dst, ranges.end - ranges.start, self.cp_size)
-        mean = sum(areas) / len(areas)
-        guests = (0,) * self.cp_size if self._moves is None else tuple(self._moves.num_guests.tolist())
+        if self._moves is not None:
+            guests = self._moves.num_guests
+        mean = int(self._area.sum()) / self.cp_size
+
+        def of_all_heads(counts: np.ndarray) -> tuple[int, ...]:
+            return tuple((-(-counts // self.head_groups)).tolist())
+
         return PlanStats(
-            areas=tuple(areas),
-            balance=max(areas) / mean if mean else 1.0,
+            areas=of_all_heads(self._area),
+            balance=int(self._area.max()) / mean if mean else 1.0,
             num_rows=self.dispatch.shard_lengths,
-            received_rows=tuple(received.tolist()),
-            lower_bound_rows=tuple(self._part.remote_rows.tolist()),
+            received_rows=of_all_heads(received),
+            lower_bound_rows=of_all_heads(self._part.remote_rows),
             degree=self.degree,
-            guest_rows=guests,
+            guest_rows=of_all_heads(guests),
             head_groups=self.head_groups,
         )
 
@@ -219,20 +224,28 @@ def make_plan(
 
 def _plan_travel(mask: AttnMask, dispatch: Dispatch, config: MagiConfig) -> Plan:
     """The plan with the shortest predicted step: all queries at home, or some elsewhere, by rows or by groups too."""
-    total, found, groups = dispatch.total_seqlen, choose_hosts(mask, dispatch, config), num_groups(config)
+    found, groups = choose_hosts(mask, dispatch, config), num_groups(config)
     if groups > 1 and found.predicted is not None:
-        chunks = copied_chunks(dispatch, groups)
-        of_groups = choose_hosts(
-            copied_mask(mask, dispatch.padded_seqlen, groups), dispatch_from_chunks(*chunks),
-            replace(config, overlap=overlap_of_group(config.overlap, groups)),
-        )  # fmt: skip
-        if of_groups.hosts is not None and of_groups.predicted is not None:
-            copies = copies_us(max(dispatch.shard_lengths), config.overlap.cost, config.dispatch.rates or DEFAULT)
-            if of_groups.predicted.step_us + copies <= BETTER * found.predicted.step_us:
-                hosts = dispatch_from_chunks(chunks[0], *of_groups.hosts, dispatch.cp_size)
-                return Plan(mask, dispatch, config, hosts, by_rates=True, head_groups=groups)
-    hosts = None if found.hosts is None else dispatch_from_chunks(total, *found.hosts, dispatch.cp_size)
-    return Plan(mask, dispatch, config, hosts, by_rates=True)
+        of_groups, hosts = hosts_of_groups(mask, dispatch, config, groups)
+        copies = copies_us(max(dispatch.shard_lengths), config.overlap.cost, config.dispatch.rates or DEFAULT)
+        step_us = of_groups.predicted.step_us + copies if of_groups.predicted is not None else 0.0
+        if hosts is not None and step_us <= BETTER * found.predicted.step_us:
+            return Plan(mask, dispatch, config, hosts, by_rates=True, head_groups=groups)
+    rows = None if found.hosts is None else dispatch_from_chunks(dispatch.total_seqlen, *found.hosts, dispatch.cp_size)
+    return Plan(mask, dispatch, config, rows, by_rates=True)
+
+
+def hosts_of_groups(
+    mask: AttnMask, dispatch: Dispatch, config: MagiConfig, groups: int
+) -> tuple[Choice, Dispatch | None]:
+    """The choice of the ranks that compute the queries of each of so many groups of heads, and ``compute`` of
+    `make_plan` for it; None if all are computed at home.
+    """
+    total, bounds, rank, cp_size, row = copied_chunks(dispatch, groups)
+    held = dispatch_from_chunks(total, bounds, rank, cp_size, row)
+    of_group = replace(config, overlap=overlap_of_group(config.overlap, groups))
+    found = choose_hosts(copied_mask(mask, dispatch.padded_seqlen, groups), held, of_group)
+    return found, None if found.hosts is None else dispatch_from_chunks(total, *found.hosts, cp_size)
 
 
 def who_computes(config: DispatchConfig, is_given: bool) -> Literal["home", "auto"]:

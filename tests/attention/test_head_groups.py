@@ -145,3 +145,20 @@ def test_what_groups_cannot_do_is_refused_by_name_on_all_ranks(ranks) -> None:
         assert logits.startswith("ValueError: return_max_logits: not with dispatch.flatten_head_groups"), logits
         assert sink.startswith("ValueError: dsink_all_reduce: 'sum' does not go with"), sink
         assert "q: 3 heads" in alone and (rank == 1 or "rank 1 of the group" in alone), alone
+
+
+def test_tables_of_prepared_batches_are_for_the_heads_of_a_group(monkeypatch) -> None:
+    case = cs.Case(cs.documents([64]))
+    plan, seen = plans_of(case, 2)[0].for_rank(0), []
+    shape = AttnShape(4, 2, 128, 128, torch.bfloat16, num_sms=132)
+    make = type(shape.table_backend.tables).make
+
+    def noted(self, masks, use):
+        seen.append((use.num_heads, masks.num_rows))
+        return make(self, masks, use)
+
+    monkeypatch.setattr(type(shape.table_backend.tables), "make", noted)
+    prepare_batch({0: plan}, shape, MagiConfig())
+    assert seen == [((2, 1), plan.num_queries)] and plan.num_rows == 2 * 32
+    with pytest.raises(ValueError, match=r"^shape: 4:1 heads, and plans for 2 groups of them"):
+        prepare_batch({0: plan}, shape._replace(num_heads_kv=1), MagiConfig())

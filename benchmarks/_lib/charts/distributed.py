@@ -16,6 +16,7 @@ COLORS = {
     "all_gather": "#8c8c8c", "ulysses": "#5aa3a0", "usp": "#b8a13c", "subgroups": "#7d5a9e",
     "torch_ring": "#b8632f", "torch_all_gather": "#d99a6c",
     "two_levels": "#6a4c93", "two_levels_native": "#a78bc9",
+    "magi_zigzag_groups": "#7a2f2a", "magi_contiguous_groups": "#a4534e",
 }  # fmt: skip
 TITLES = {
     "alone": "magi, all keys local", "magi": "magi", "magi_stages": "magi, in stages",
@@ -26,6 +27,8 @@ TITLES = {
     "double_ring": "double ring", "all_gather": "all-gather", "ulysses": "Ulysses", "usp": "USP",
     "subgroups": "subgroups", "torch_ring": "PyTorch, ring", "torch_all_gather": "PyTorch, all-gather",
     "two_levels": "magi, two levels", "two_levels_native": "magi, two levels, native",
+    "magi_zigzag_groups": "magi, zigzag, groups of heads travel",
+    "magi_contiguous_groups": "magi, contiguous, groups of heads travel",
 }  # fmt: skip
 MASKS = {
     "full": "full", "causal": "one causal document", "documents_8": "8 documents", "documents_64": "64 documents",

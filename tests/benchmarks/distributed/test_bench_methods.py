@@ -82,6 +82,14 @@ def test_zigzag_is_left_out_where_it_is_the_default():
     bench_methods.make_way("magi_zigzag", DISTRIBUTED["documents_8"](1 << 14), cluster, "torch")
 
 
+def test_groups_of_heads_travel_where_they_are_named():
+    cluster = SimpleNamespace(rank=0, num_ranks=2)
+    way = bench_methods.make_way("magi_contiguous_groups", DISTRIBUTED["causal"](1 << 14), cluster, "torch")
+    assert way.num_rows == 1 << 13 and "of the queries travel" in way.note
+    with pytest.raises(Unsupported, match="no query travels"):
+        bench_methods.make_way("magi_contiguous_groups", DISTRIBUTED["short_documents"](1 << 14), cluster, "torch")
+
+
 @pytest.mark.parametrize("degree", [1, 3])
 def test_alone_is_the_attention_of_a_rank_over_keys_that_are_there(degree):
     mask = DISTRIBUTED["documents_8"](1024).mask
