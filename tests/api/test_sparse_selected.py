@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from megatron_magi import api, block_sparse_attention, index_sparse_attention
 from megatron_magi.api import sparse_keys
+from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.comm import dispatch as dispatch_module
-from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
+from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig
+from megatron_magi.cost_model import Rates
 from tests.api.test_sparse import of_rank
 
 HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 2, 8, 12
@@ -113,10 +115,11 @@ def whole(case: Case) -> list[torch.Tensor]:
     return [out.detach(), meta.lse, meta.max_logits, *grads]
 
 
-def key_of(case: Case, num_ranks: int, **attend) -> api.DistAttnRuntimeKey:
+def key_of(case: Case, num_ranks: int, rates: Rates | None = None, **attend) -> api.DistAttnRuntimeKey:
     """The key of a case; its mask does not matter."""
     bounds, group = [0, case.total], dist.group.WORLD if num_ranks > 1 else None
-    config = MagiConfig(comm=CommConfig(dsink_all_reduce="sum"), attend=AttendConfig(**attend))
+    comm = CommConfig(dsink_all_reduce="sum")
+    config = MagiConfig(DispatchConfig(rates=rates), comm=comm, attend=AttendConfig(**attend))
     return api.magi_attn_varlen_key(
         bounds, bounds, cp_group_or_mesh=group, dist_attn_config=config, layout=layout_of(case, num_ranks)
     )
@@ -125,8 +128,8 @@ def key_of(case: Case, num_ranks: int, **attend) -> api.DistAttnRuntimeKey:
 class Mine:
     """A rank's part of a case."""
 
-    def __init__(self, case: Case, num_ranks: int, **attend) -> None:
-        self.case, self.key = case, key_of(case, num_ranks, **attend)
+    def __init__(self, case: Case, num_ranks: int, **options) -> None:
+        self.case, self.key = case, key_of(case, num_ranks, **options)
         *qkv, self.sink, self.dout = inputs(case)
         self.qkv = [api.dispatch(x, self.key).requires_grad_() for x in qkv]
         self.sink.requires_grad_()
@@ -276,12 +279,13 @@ def near_lists(mine: Mine) -> torch.Tensor:
 
 
 def run_bytes(rank: int, num_ranks: int) -> dict:
-    found, mine = {}, Mine(NEAR, num_ranks)
+    found, mine = {}, Mine(NEAR, num_ranks, rates=replace(DEFAULT, gbytes_per_s=0.01))
     mine.lists = near_lists(mine)
     with pytest.MonkeyPatch.context() as patch:
         counter = Bytes(patch)
         for name, options in {
-            "all": {"fetch": "all"}, "selected": {"capacity": 0.25}, "bound": {}, "auto": {"fetch": "auto"}
+            "all": {"fetch": "all"}, "selected": {"capacity": 0.25}, "bound": {},
+            "auto": {"fetch": "auto"}, "auto bounded": {"fetch": "auto", "capacity": 0.25},
         }.items():  # fmt: skip
             out, _ = mine.attend(**options)
             forward = counter.taken()
@@ -296,7 +300,7 @@ def test_fewer_bytes_move_for_sparse_lists(ranks) -> None:
     for found in ranks(4, run_bytes):
         assert found["all"] == found["auto"] == (everything, everything)
         # A quarter of the keys of each other rank, and for each key a bit, and how many are selected.
-        assert found["selected"] == (everything // 4 + 3 * (keys // 8 + 4), everything // 4)
+        assert found["selected"] == found["auto bounded"] == (everything // 4 + 3 * (keys // 8 + 4), everything // 4)
         # Without a capacity as many as four blocks of queries can name, which is all.
         assert found["bound"] == (everything + 3 * keys // 8, everything)
         assert found["share"] == 64 / 256
