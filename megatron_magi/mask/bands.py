@@ -53,7 +53,7 @@ def row_intervals(bands: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
         ``(lo, hi)``, int64 ``[m, num_rows]``: row i sees the keys ``lo[j, i] <= k < hi[j, i]`` for each j; m is the
         largest number of intervals of a row, at least 1, and those that a row lacks are empty.
     """
-    band, query = expand(bands[:, Q0], bands[:, Q1] - bands[:, Q0])
+    band, query = expand(bands[:, Q0], np.maximum(bands[:, Q1] - bands[:, Q0], 0))
     first, past = row_bounds(bands[band], query)
     order = np.argsort(query, kind="stable")
     order = order[first[order] < past[order]]

@@ -1,7 +1,8 @@
 """DeepSeek's sparse attention (DSA) in Megatron: an indexer chooses keys for each query, attention takes its lists.
 
-The indexer scores this rank's queries against the keys of all ranks, which are gathered. Tokens may lie anywhere, as
-lists number the keys of the whole sequence. Memory for scores is bounded (`indexer`).
+Keys of all ranks are gathered, those of the indexer and those of the attention, once each: together the lists of a
+rank's queries name almost all of them, and the indexer's loss needs all. Tokens may lie anywhere, as lists number the
+keys of the whole sequence. Memory for scores is bounded (`indexer`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from torch import Tensor, nn
 
 from megatron_magi.api.functions import undispatch
 from megatron_magi.api.key import DistAttnRuntimeKey
-from megatron_magi.api.sparse import calc_index_sparse_attn
 from megatron_magi.mcore import hybrid_pattern
 from megatron_magi.mcore.carrier import MagiSeqParams, ShardLayout, carrier_of
 from megatron_magi.mcore.indexer import Scores, Target, best_keys, indexer_loss
 from megatron_magi.mcore.rotary import select_positions
+from megatron_magi.ops.latent_attention import latent_sparse_attention
 from megatron_magi.ops.sparse_attention import index_sparse_attention
+
+_IMPL = {"auto": "auto", "torch": "reference", "triton": "triton"}
+"""Of attention, and what computes lists of keys then."""
 
 
 class MagiDSAttention(DSAttention):
@@ -92,11 +96,10 @@ class MagiDSAttention(DSAttention):
             )
         q, k, v = (None if t is None else t.reshape(t.shape[0], *t.shape[-2:]) for t in (query, key, value))
         k, v = (None if t is None else self._whole_rows(t, q) for t in (k, v))
-        if v is None:
-            v = k[..., : self.config.kv_lora_rank]
         dispatch_key = params.plans.key_of(self.cp_group)
-        lists, loss = self._lists(q, k, x.detach(), qr.detach(), params, dispatch_key)
-        out = _attend(q, k, v, lists[:, None], dispatch_key, self.softmax_scale)
+        whole = _gathered(k, dispatch_key)
+        lists, loss = self._lists(q, whole.detach(), x.detach(), qr.detach(), params, dispatch_key)
+        out = self._attend(q, whole, None if v is None else _gathered(v, dispatch_key), lists, dispatch_key)
         if up_v_weight is not None:
             out = torch.einsum("rhc,hdc->rhd", out, up_v_weight.to(out.dtype))
         out = params.layout.from_rows(out.flatten(1))
@@ -108,10 +111,31 @@ class MagiDSAttention(DSAttention):
             return keys
         return gather_from_sequence_parallel_region(keys, group=self.tp_group)
 
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor | None, lists: Tensor, key: DistAttnRuntimeKey) -> Tensor:
+        """``[num_rows, num_heads, head_dim_v]``, 0 on padding. Keys and values are those of all tokens."""
+        attend = key.config.attend
+        if attend.impl not in _IMPL:
+            raise ValueError(f"impl: {attend.impl} has no attention over lists of latent keys; give {', '.join(_IMPL)}")
+        options = {
+            "softmax_scale": self.softmax_scale,
+            "deterministic": attend.deterministic,
+            "sanity_check": attend.sanity_check,
+            "impl": _IMPL[attend.impl],
+        }
+        num_tokens, lists = lists.shape[0], lists[:, None]
+        if v is None:
+            out, _ = latent_sparse_attention(q[:num_tokens], k, lists, dim_v=self.config.kv_lora_rank, **options)
+        else:
+            out, _ = index_sparse_attention(q[:num_tokens], k, v, lists, **options)
+        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[0] - num_tokens))
+
     def _lists(
         self, q: Tensor, k: Tensor, x: Tensor, qr: Tensor, params: MagiSeqParams, key: DistAttnRuntimeKey
     ) -> tuple[Tensor, Tensor | None]:
-        """Lists of keys, int32 ``[num_rows, topk]``, and the indexer's loss if it is trained."""
+        """Lists of keys of this rank's tokens, int32 ``[num_tokens, topk]``, and the indexer's loss if it is trained.
+
+        ``k``: keys of all tokens, without gradients.
+        """
         chosen = params.plans.chosen_keys
         if self.skip_topk:
             if self.source_layer not in chosen:
@@ -124,13 +148,10 @@ class MagiDSAttention(DSAttention):
         has_loss = self.training and torch.is_grad_enabled() and coefficient > 0
         with torch.set_grad_enabled(has_loss):
             scores = self._scores(x, qr, params, key)
-        found = best_keys(scores, self.index_topk)
-        # Rows of padding choose nothing.
-        lists = found.new_full((q.shape[0], found.shape[1]), -1)
-        lists[: found.shape[0]] = found
+        lists = best_keys(scores, self.index_topk)
         if self.index_share:
             chosen[self.layer_number] = lists
-        return lists, self._loss(scores, q, k, found, key, coefficient) if has_loss else None
+        return lists, self._loss(scores, q, k, lists, coefficient) if has_loss else None
 
     def _scores(self, x: Tensor, qr: Tensor, params: MagiSeqParams, key: DistAttnRuntimeKey) -> Scores:
         """The indexer's queries of this rank's tokens, without padding, and its keys of all ranks."""
@@ -147,13 +168,11 @@ class MagiDSAttention(DSAttention):
             relu=getattr(self.config, "dsa_indexer_scoring_relu", True),
         )
 
-    def _loss(
-        self, scores: Scores, q: Tensor, k: Tensor, lists: Tensor, key: DistAttnRuntimeKey, coefficient: float
-    ) -> Tensor:
+    def _loss(self, scores: Scores, q: Tensor, k: Tensor, lists: Tensor, coefficient: float) -> Tensor:
         """The part of this rank's tokens in the indexer's loss, told to Megatron's log."""
         target = Target(
             q.detach()[: lists.shape[0]],
-            _gathered(k.detach(), key),
+            k,
             self.softmax_scale,
             self.tp_group,
             lists if self.config.dsa_indexer_use_sparse_loss else None,
@@ -175,14 +194,6 @@ def _gathered(rows: Tensor, key: DistAttnRuntimeKey) -> Tensor:
     if _is_whole(key):
         return rows[: key.layout.total_seqlen]
     return undispatch(rows, key, is_partial_grad=True)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, lists: Tensor, key: DistAttnRuntimeKey, softmax_scale: float) -> Tensor:
-    if not _is_whole(key):
-        return calc_index_sparse_attn(q, k, v, lists, key, softmax_scale=softmax_scale)[0]
-    # Rows of padding, which come last, choose no keys.
-    options = {"deterministic": key.config.attend.deterministic, "sanity_check": key.config.attend.sanity_check}
-    return index_sparse_attention(q, k, v, lists, softmax_scale=softmax_scale, **options)[0]
 
 
 def _is_whole(key: DistAttnRuntimeKey) -> bool:

@@ -14,12 +14,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "documents": {"calculate_per_token_loss": True, "q_lora_rank": 16, "qk_layernorm": True},
     "sparse_loss": {"calculate_per_token_loss": True, "dsa_indexer_use_sparse_loss": True, "q_lora_rank": None},
     "shared_lists": {"dsa_indexer_topk_freq": 2, "dsa_indexer_scoring_relu": False, "q_lora_rank": 16},
+    "not_absorbed": {"absorbed": False, "calculate_per_token_loss": True, "q_lora_rank": 16},
 }
 """Those with a loss of each token take packed documents; Megatron's mean is over a sequence."""
 LAYOUTS = (None, "zigzag", "contiguous")
 
 
-def build(name: str, **options: Any) -> torch.nn.Module:
+def build(name: str, absorbed: bool = True, **options: Any) -> torch.nn.Module:
     """A ``stock`` or ``magi`` model, with the same weights for any number of ranks."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -36,10 +37,14 @@ def build(name: str, **options: Any) -> torch.nn.Module:
         experimental_attention_variant="dsa", dsa_indexer_n_heads=8, dsa_indexer_head_dim=16, dsa_indexer_topk=7,
         dsa_indexer_rotate_activation=False, dsa_indexer_loss_coeff=3.0, **options,
     )  # fmt: skip
+    spec = local_stack_spec(config)
+    if not absorbed:  # as in Megatron's layers for ModelOpt
+        sparse, latent = (getattr(spec.submodules, name).submodules for name in ("dsa_layer", "mla_layer"))
+        core = sparse.self_attention.submodules.core_attention
+        sparse.self_attention = latent.self_attention
+        sparse.self_attention.submodules.core_attention = core
     cls = {"stock": HybridModel, "magi": MagiHybridModel}[name]
-    model = cls(
-        config, local_stack_spec(config), VOCABULARY, 1024, hybrid_layer_pattern="DD-", position_embedding_type="none"
-    )
+    model = cls(config, spec, VOCABULARY, 1024, hybrid_layer_pattern="DD-", position_embedding_type="none")
     draw = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
