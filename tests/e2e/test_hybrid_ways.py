@@ -43,7 +43,7 @@ def test_batches_of_workers_train_bit_by_bit_as_those_planned_in_the_step(runs: 
     due, ahead = found
     assert ahead.records == due.records
     for rank in range(2):
-        planned = [counts["partition"] for counts in _planned(due, rank)]
+        planned = [counts["split_stages"] for counts in _planned(due, rank)]
         assert len(planned) == NUM_ITERATIONS and all(planned) and max(planned) == 8  # four microbatches, two masks
         first, *others = _planned(ahead, rank)
         first.pop("blake2b", None)  # names of the calls that ranks compare when they come for the first time

@@ -37,7 +37,7 @@ def test_batches_of_workers_train_bit_by_bit_as_those_planned_in_the_step_which_
     assert len(due.records) == 4 and due.records[0]["num_plans"] == 4
     for rank in range(2):
         assert len(_planned(due, rank)) == len(_planned(ahead, rank)) == 4
-        assert all(counts["partition"] == 8 and counts["crc32"] == 12 for counts in _planned(due, rank))
+        assert all(counts["split_stages"] == 8 and counts["crc32"] == 12 for counts in _planned(due, rank))
         first, *others = _planned(ahead, rank)
         first.pop("blake2b", None)  # names of the calls that ranks compare when they come for the first time
         assert not any(sum(counts.values()) for counts in (first, *others))
