@@ -530,7 +530,7 @@ class Capture(Protocol):
 
 
 class Sparse(Protocol):
-    """Attention over lists of keys."""
+    """Attention over lists of keys. Only the definition is called without rows or keys."""
 
     def why_not(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
         """As `Backend.why_not`."""

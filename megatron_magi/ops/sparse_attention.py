@@ -175,8 +175,16 @@ def settled(q: Tensor, given: GivenOptions, known: Collection[str], tensors: tup
 
 
 def _kernels(impl: str, q: Tensor, v: Tensor) -> Sparse:
-    """What computes: the implementation asked for, or for ``auto`` the best that takes such tensors."""
-    return choose_sparse(impl, q.device, q.dtype, (q.shape[2], v.shape[2]))
+    """What computes: the implementation asked for, or for ``auto`` the best that takes such tensors; without rows or
+    keys the definition.
+    """
+    of_tensors = q.device, q.dtype, (q.shape[2], v.shape[2])
+    found = choose_sparse(impl, *of_tensors)
+    if q.shape[0] and v.shape[0]:
+        return found
+    if (reason := found.why_not(*of_tensors)) is not None:
+        raise ValueError(reason)
+    return SPARSE["reference"]
 
 
 def describe_row(_name: str, _row: int) -> str:

@@ -431,10 +431,11 @@ def test_keys_that_nobody_fetches_are_read_where_they_lie(monkeypatch):
 
 
 def with_numbers(tables):
-    """`forward_tables` or `backward_tables`, which must use the numbers that are prepared, if there are any."""
+    """`pass_tables`, which must use the numbers that are prepared, if there are any."""
 
-    def call(shape, bands, device, stream, known=None, *rest):
-        found = tables(shape, bands, device, stream, known, *rest)
+    def call(is_backward, shape, bands, device, stream, prepared=None, *rest):
+        found = tables(is_backward, shape, bands, device, stream, prepared, *rest)
+        known = None if prepared is None else prepared[is_backward]
         assert known is None or (known.numbers.items() <= found.numbers.items() and known.shape == shape)
         return found
 
@@ -450,8 +451,7 @@ def refuse(monkeypatch) -> None:
     monkeypatch.setattr(hopper_plan, "make_host_plan", fail)
     monkeypatch.setattr(hopper_plan.hashlib, "blake2b", fail)
     monkeypatch.setattr(hopper_plan.HostPlan, "schedule", fail)
-    for name in ("forward_tables", "backward_tables"):
-        monkeypatch.setattr(mask_numbers, name, with_numbers(getattr(mask_numbers, name)))
+    monkeypatch.setattr(mask_numbers, "pass_tables", with_numbers(mask_numbers.pass_tables))
     monkeypatch.setattr(PackedArrays, "to", fail)
     monkeypatch.setattr(cast_args, "arrival_arrays", fail)
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_magi.backends.registry import SPARSE
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from tests.backends.sm90.sparse_cases import csr_of_mask, lists_with_gaps, random_mask
 
@@ -127,6 +128,28 @@ def test_no_queries_or_no_keys_are_no_mistake(shape):
     mask = torch.zeros(-(-shape[0] // 4), -(-shape[1] // 64), dtype=torch.bool)
     out, meta = block_sparse_attention(q, k, v, mask, q_block_size=4, k_block_size=64)
     assert out.shape == q.shape and bool((out == 0).all()) and bool((meta.lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("shape", [(0, 10), (10, 0), (0, 0)])
+@pytest.mark.parametrize("impl", [name for name in SPARSE if name != "reference"])
+def test_kernels_are_not_called_for_no_queries_or_no_keys(monkeypatch, impl, shape, sinks):
+    """The definition computes these; kernels that would not take such tensors are refused nevertheless."""
+    q, k, v = (t.detach().float().requires_grad_() for t in tensors(*shape, dim=64))
+    mask = torch.zeros(-(-shape[0] // 4), -(-shape[1] // 64), dtype=torch.bool)
+    sink = torch.randn(sinks, 4, requires_grad=True) if sinks else None
+    sizes = {"q_block_size": 4, "k_block_size": 64, "sink": sink, "impl": impl}
+    with pytest.raises(ValueError, match="on cpu; use"):
+        block_sparse_attention(q, k, v, mask, **sizes)
+    monkeypatch.setattr(SPARSE[impl], "why_not", lambda *_: None)
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(SPARSE[impl], name, lambda *_: pytest.fail("called"))
+    out, meta = block_sparse_attention(q, k, v, mask, return_max_logits=True, **sizes)
+    assert out.shape == q.shape and not out.any() and bool((meta.max_logits == -torch.inf).all())
+    expected = torch.full((4,), -torch.inf) if sink is None else sink.detach().logsumexp(0)
+    torch.testing.assert_close(meta.lse, expected.expand(shape[0], 4))
+    leaves = [q, k, v, *([] if sink is None else [sink])]
+    assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), leaves))
 
 
 MASK = torch.ones(3, 2, dtype=torch.bool)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_magi.backends.base import is_changing
 from megatron_magi.backends.sm90 import plan as hopper_plan
-from megatron_magi.backends.sm90.host_tables import masks_meet
+from megatron_magi.backends.sm90.host_tables import facts_meet
 from megatron_magi.backends.sm90.kernels import kernel_dims
 from megatron_magi.backends.sm90.program import MAX_LISTS, LaunchProgram, Maker, SharedSums, new_makers
 from megatron_magi.backends.sm90.row_delta import row_delta
@@ -155,4 +155,4 @@ def sums_meet(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[np.ndarray], num_
     if not kernels_exist(q.device, q.dtype, (q.shape[2], v.shape[2])):
         return False
     problems = [problem_of(q, k, v)._replace(num_keys=count) for count in num_keys]
-    return masks_meet(bands, problems, options.deterministic)
+    return facts_meet(list(map(hopper_plan.mask_facts, bands)), problems, options.deterministic)

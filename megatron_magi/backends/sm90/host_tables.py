@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_magi.backends.base import Ready, StageMasks, StageTables, TableUse
@@ -28,8 +29,8 @@ from megatron_magi.backends.sm90.choices import (
     sums_meet,
 )
 from megatron_magi.backends.sm90.mask_numbers import (
-    MaskNumbers,
     PassShape,
+    Prepared,
     backward_numbers,
     forward_numbers,
     key_tiling,
@@ -39,7 +40,10 @@ from megatron_magi.backends.sm90.mask_numbers import (
 from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
 from megatron_magi.backends.sm90.program import backward_pays
 from megatron_magi.backends.sm90.schedule import Schedule
+from megatron_magi.backends.sm90.support import sm_count
 from megatron_magi.operands.merge import accumulate_dtype
+
+__all__ = ["MaskTables", "facts_meet", "kind", "make", "sm_count"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class MaskTables:
     facts: MaskFacts
     plans: tuple[tuple[Tiling, HostPlan], ...]
     schedules: tuple[tuple[Tiling, tuple, int], ...]
-    numbers: tuple[MaskNumbers | None, MaskNumbers | None] = (None, None)
+    numbers: Prepared = (None, None)
 
     @property
     def num_arrays(self) -> int:
@@ -111,20 +115,20 @@ class MaskTables:
         return [hopper_plan.keep(self.digest, tiling, plan) for tiling, plan in plans.items()]
 
 
-def masks_meet(masks: Sequence[np.ndarray], problems: Sequence[Problem], deterministic: bool) -> bool:
-    """`choices.sums_meet` of backward passes over masks; with ``problems`` of the same queries."""
-    return facts_meet(list(map(hopper_plan.mask_facts, masks)), problems, deterministic)
-
-
 def facts_meet(facts: Sequence[MaskFacts], problems: Sequence[Problem], deterministic: bool) -> bool:
-    """`masks_meet` from facts of the masks."""
+    """`choices.sums_meet` of backward passes over masks with these facts; with ``problems`` of the same queries."""
     if not all(p.num_rows for p in problems):
         return False
     chosen = [backward_choice(f, p, deterministic) for f, p in zip(facts, problems, strict=True)]
     return sums_meet(chosen, problems)
 
 
-def make_stage_tables(masks: StageMasks, use: TableUse) -> StageTables:
+def kind(device: torch.device) -> None:
+    """Tables depend on nothing of a device but the number of its SMs; see `HostTables`."""
+    del device
+
+
+def make(masks: StageMasks, use: TableUse) -> StageTables:
     """Tables of a plan's masks, on the CPU; see `megatron_magi.backends.base.HostTables`."""
     problems = [make_problem(masks.num_rows, count, *use.num_heads, use.dims) for count in masks.num_keys]
     facts = [hopper_plan.mask_facts(bands) for bands in masks.bands] if masks.facts is None else masks.facts
@@ -245,7 +249,7 @@ def _numbers(
     shapes: PassShapes | None,
     plans: dict[Tiling, HostPlan],
     schedules: list[tuple[Tiling, tuple, Schedule]],
-) -> tuple[MaskNumbers | None, MaskNumbers | None]:
+) -> Prepared:
     """The mask's numbers for passes of these shapes."""
     if shapes is None:
         return None, None
@@ -255,7 +259,7 @@ def _numbers(
         schedule = known[tiling, key]
         return len(schedule.items), schedule.num_split
 
-    seen, of_plans = seen_numbers(bands, shape.num_own, shape.num_arriving), plans.__getitem__
+    seen, of_plans = seen_numbers(bands, shape.num_own), plans.__getitem__
     backward = None
     if shapes.backward is not None:
         backward = backward_numbers(facts, seen, shapes.backward, of_plans, schedule_of)

@@ -57,6 +57,11 @@ def kernel_dims(dims: tuple[int, int], backward: bool = True) -> tuple[int, int]
     return min((known for known in all_dims if known[0] >= dims[0] and known[1] >= dims[1]), key=sum, default=None)
 
 
+def are_kernel_dims(dims: tuple[int, int]) -> bool:
+    """Whether tensors of such head dims have kernels of exactly these."""
+    return kernel_dims(dims) == dims
+
+
 def element(dtype: torch.dtype) -> str:
     """Macro of an element type."""
     return f"DTYPE={_ELEMENTS[dtype]}"

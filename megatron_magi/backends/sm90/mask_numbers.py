@@ -33,7 +33,6 @@ from megatron_magi.backends.sm90.choices import (
     forward_tiles,
     heads_together,
     late_blocks,
-    make_problem,
     most_split,
     most_split_at_once,
     query_tiles,
@@ -41,14 +40,14 @@ from megatron_magi.backends.sm90.choices import (
 )
 from megatron_magi.backends.sm90.plan import DevicePlan, HostPlan, ScheduleKey, Tiling
 from megatron_magi.backends.sm90.schedule import best_splits
-from megatron_magi.backends.sm90.support import seen_rows, sm_count
+from megatron_magi.backends.sm90.support import problem_of, sm_count
 from megatron_magi.backends.tiles import tiles as hopper_tiles
 from megatron_magi.cuda.layout import Like
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.frozen import FrozenMemo
 from megatron_magi.operands.options import AttnOptions
 
-_seen: FrozenMemo[tuple[int, int, int]] = FrozenMemo()
+_seen: FrozenMemo[Mapping[str, int]] = FrozenMemo()
 
 
 class PassShape(NamedTuple):
@@ -136,23 +135,30 @@ class MaskNumbers:
     schedule: ScheduleKey | None = None
 
 
+type Prepared = tuple[MaskNumbers | None, MaskNumbers | None]
+"""The numbers of a mask for a forward and a backward, as far as a worker has found them."""
+
+
 def first_arriving(num_keys: int) -> int:
     """Index of the first fetched key, on a rank with ``num_keys`` own keys."""
     return num_keys + hopper_tiles.GAP
 
 
-def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int]:
-    """Numbers of queries, own keys and fetched keys up to the last that is in a visible pair; at least one of each.
+def seen_numbers(bands: np.ndarray, num_own: int) -> dict[str, int]:
+    """Rows of each tensor up to the last that is in a visible pair, at least one, by the names of these numbers.
 
-    Results are cached by ``bands`` alone, so ``first``, the index of the first fetched key, must be the same for each
-    call with a table.
+    Results are cached by ``bands`` alone, so ``num_own``, this rank's own keys, must be the same for each call with a
+    table that has fetched keys.
     """
     seen = _seen.get(bands)
     if seen is None:
+        first = first_arriving(num_own)
         arrives = bands[:, bd.K0] >= first
-        row, own = seen_rows(bands[~arrives])
-        last_row, later = seen_rows(bd.shift_keys(bands[arrives], -first))
-        seen = max(row, last_row), own, later
+        seen = {
+            "seen.rows": int(bands[:, bd.Q1].max(initial=1)),
+            "seen.keys": int(bands[~arrives, bd.K1].max(initial=1)),
+            "seen.later": int(bands[arrives, bd.K1].max(initial=first + 1)) - first,
+        }
         _seen.put(bands, seen)
     return seen
 
@@ -180,14 +186,6 @@ def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_
     first = first_arriving(problem.num_keys - num_arriving)
     arriving = first, num_arriving, math.ceil(late), math.ceil(late * num_sms)
     return Tiling(True, first + num_arriving, choice.shape, choice.packed, arriving)
-
-
-def seen_numbers(bands: np.ndarray, num_own: int, num_arriving: int) -> dict[str, int]:
-    """Rows of each tensor up to the last that is in a visible pair, at least one, by the names of these numbers."""
-    row, own, later = *seen_rows(bands), 1
-    if num_arriving:
-        row, own, later = seen_rows_and_keys(bands, first_arriving(num_own))
-    return {"seen.rows": row, "seen.keys": own, "seen.later": later}
 
 
 def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict[str, int]:
@@ -278,12 +276,12 @@ def backward_numbers(
     return MaskNumbers(shape, form, numbers, tilings, key)
 
 
-def shape_of(inputs: Sequence[Like], num_arriving: int, options: AttnOptions, num_sms: int) -> PassShape:
-    """Shape of a pass over q, k, v and ``num_arriving`` fetched keys, on a GPU with ``num_sms`` SMs."""
-    q, k, v, *_ = inputs
-    dims = q.shape[2], v.shape[2]
-    problem = make_problem(q.shape[0], k.shape[0] + num_arriving, q.shape[1], k.shape[1], dims)
-    return PassShape(problem, num_arriving, num_sms, options.sm_margin, options.deterministic)
+def pass_shape(inputs: Sequence[Like], num_arriving: int, options: AttnOptions, merges: bool = False) -> PassShape:
+    """Shape of a pass over q, k, v and ``num_arriving`` fetched keys; ``merges`` as in `PassShape`."""
+    q, k, v = inputs
+    problem, num_sms = problem_of(q, k, v), sm_count(q.device)
+    problem = problem._replace(num_keys=problem.num_keys + num_arriving)
+    return PassShape(problem, num_arriving, num_sms, options.sm_margin, options.deterministic, merges)
 
 
 class PassTables:
@@ -324,50 +322,38 @@ def _is_of_stream(plan: DevicePlan, stream: int) -> bool:
     return all(ready is not None and ready.stream == stream for ready in copies)
 
 
-def forward_tables(
-    shape: PassShape, bands: np.ndarray, device: torch.device, stream: int, known: MaskNumbers | None = None
-) -> PassTables:
-    """The tables of a mask for a forward.
-
-    Args:
-        shape: of the pass.
-        bands: the mask, over keys indexed as described above.
-        device, stream: where it is read.
-        known: the mask's numbers, if prepared; ignored if they are of another shape.
-    """
-    shape, plan_of = shape._replace(captured=is_changing(bands)), _plans_of(bands, device)
-    if known is None or known.shape != shape:
-        seen, facts = seen_numbers(bands, shape.num_own, shape.num_arriving), hopper_plan.mask_facts(bands)
-        known = forward_numbers(facts, seen, shape, lambda tiling: plan_of(tiling).host)
-    return PassTables(known, plan_of, stream)
-
-
-def _plans_of(bands: np.ndarray, device: torch.device) -> Callable[[Tiling], DevicePlan]:
-    """Plans of a mask on a device, each looked up or made once."""
-    return functools.cache(lambda tiling: hopper_plan.device_plan(bands, tiling, device))
-
-
-def backward_tables(
+def pass_tables(
+    is_backward: bool,
     shape: PassShape,
     bands: np.ndarray,
     device: torch.device,
     stream: int,
-    known: MaskNumbers | None = None,
+    prepared: Prepared | None = None,
     targets_of: Callable[[int], tuple[Targets, int | None]] | None = None,
 ) -> PassTables:
-    """The tables of a mask for a backward; arguments as of `forward_tables` and `backward_numbers`."""
-    shape, plan_of = shape._replace(captured=is_changing(bands)), _plans_of(bands, device)
+    """The tables of a mask for a pass.
+
+    Args:
+        is_backward: else a forward.
+        shape: of the pass.
+        bands: the mask, over keys indexed as described above.
+        device, stream: where it is read.
+        prepared: the mask's numbers; ignored if they are of another shape.
+        targets_of: see `backward_numbers`.
+    """
+    shape = shape._replace(captured=is_changing(bands))
+
+    @functools.cache  # each plan is looked up or made once
+    def plan_of(tiling: Tiling) -> DevicePlan:
+        return hopper_plan.device_plan(bands, tiling, device)
+
+    def schedule_of(tiling: Tiling, key: ScheduleKey) -> tuple[int, int]:
+        made = hopper_plan.schedule_of(plan_of(tiling), *key)
+        return len(made.items), made.num_split
+
+    known = None if prepared is None else prepared[is_backward]
     if known is None or known.shape != shape:
-
-        def schedule_of(tiling: Tiling, key: ScheduleKey) -> tuple[int, int]:
-            made = hopper_plan.schedule_of(plan_of(tiling), *key)
-            return len(made.items), made.num_split
-
-        seen, facts = seen_numbers(bands, shape.num_own, shape.num_arriving), hopper_plan.mask_facts(bands)
-        known = backward_numbers(facts, seen, shape, lambda t: plan_of(t).host, schedule_of, targets_of)
+        facts, seen = hopper_plan.mask_facts(bands), seen_numbers(bands, shape.num_own)
+        found = facts, seen, shape, lambda tiling: plan_of(tiling).host
+        known = backward_numbers(*found, schedule_of, targets_of) if is_backward else forward_numbers(*found)
     return PassTables(known, plan_of, stream)
-
-
-def pass_shape(inputs: Sequence[Like], num_arriving: int, options: AttnOptions, merges: bool = False) -> PassShape:
-    """`shape_of` on the device of the tensors."""
-    return shape_of(inputs, num_arriving, options, sm_count(inputs[0].device))._replace(merges=merges)

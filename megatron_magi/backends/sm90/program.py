@@ -191,7 +191,7 @@ class LaunchProgram:
     makers: LruCache[tuple, Maker]
     remote: KeyTransfer | None = None
     is_prepared: bool = False
-    numbers: tuple[of_mask.MaskNumbers | None, of_mask.MaskNumbers | None] = (None, None)
+    numbers: of_mask.Prepared | None = None
     bound: WeakValueDictionary[tuple, BoundLaunches] = field(default_factory=WeakValueDictionary)
     kept: dict[tuple, BoundLaunches] = field(default_factory=dict)
     last_get: list = field(default_factory=list)
@@ -434,7 +434,7 @@ class LaunchProgram:
             # Rows that see none of these keys keep what they have, unless a sink joins them.
             merges = output.accumulate and sink is None
             shape = of_mask.pass_shape((q, k, v), self.num_recv, options, merges=merges)
-            read = of_mask.forward_tables(shape, self.bands, q.device, stream, self.numbers[0])
+            read = of_mask.pass_tables(False, shape, self.bands, q.device, stream, self.numbers)
             numbers |= read.numbers
             more = [name for name, t in (("sink", sink), ("max_logits", output.max_logits)) if t is not None]
             slots = (*slots, "q", "k", "v", "out", "lse", *more)
@@ -508,7 +508,7 @@ class LaunchProgram:
             return targets, targets.room_in_dq(grads)
 
         chosen = None if grads is None else targets_of
-        return of_mask.backward_tables(shape, self.bands, q.device, stream, self.numbers[1], chosen)
+        return of_mask.pass_tables(True, shape, self.bands, q.device, stream, self.numbers, chosen)
 
     def _with_keys[T: (ForwardInputs, BackwardInputs, Gradients)](self, layouts: T, *names: str) -> T:
         """Layouts of another mask, in which tensors of keys have this mask's number of keys."""

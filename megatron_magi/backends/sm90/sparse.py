@@ -62,9 +62,6 @@ def forward(
     max_logits = lse.new_full((num_heads,), -torch.inf) if return_max_logits else None
     if sink_lse is not None:
         sink_lse = sink_lse.expand(num_rows, num_heads)
-    if not num_rows or not k.shape[0]:
-        lse.fill_(-torch.inf) if sink_lse is None else lse.copy_(sink_lse)
-        return out.zero_(), lse, max_logits
     q, k, v = map(kernels.readable, (q, k, v))
     stream, lists, indexed = current_stream(q.device), lists_of(pattern), pattern.k_block == 1
     group = num_heads // k.shape[1]
@@ -113,8 +110,6 @@ def backward(
     """
     q, k, v, dout, lse, delta = inputs
     _check_support(q, v)
-    if not q.shape[0] or not k.shape[0]:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     tensors = tuple(kernels.readable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
     alone = not deterministic and may_add_dq(q, k, pattern)
     lists = None if alone and pattern.is_mask else lists_of(pattern)

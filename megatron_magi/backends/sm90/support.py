@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_magi.backends.sm90.choices import Problem, make_problem
 from megatron_magi.backends.sm90.kernels import BACKWARD_DIMS, DIM_UNIT, kernel_dims
 from megatron_magi.cuda.driver import fits_tensor_map
-from megatron_magi.mask import bands as bd
 from megatron_magi.runtime.graph_capture import is_capturing
 
 LOG2_E = 1.4426950408889634
@@ -93,11 +91,6 @@ def work_counter(device: torch.device, stream: int) -> Tensor:
 def problem_of(q: Tensor, k: Tensor, v: Tensor) -> Problem:
     """Shape of a pass over these tensors."""
     return make_problem(q.shape[0], k.shape[0], q.shape[1], k.shape[1], (q.shape[2], v.shape[2]))
-
-
-def seen_rows(bands: np.ndarray) -> tuple[int, int]:
-    """Number of queries up to the last that sees a key, and of keys up to the last that is seen; at least one each."""
-    return int(bands[:, bd.Q1].max(initial=1)), int(bands[:, bd.K1].max(initial=1))
 
 
 WAITING = {"arrival_barrier.num_rows": "later.num_rows", "arrival_barrier.part_rows": "later.part_rows"}

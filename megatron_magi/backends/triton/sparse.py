@@ -48,9 +48,6 @@ def forward(
     lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
     row_max = torch.empty_like(lse) if return_max_logits else lse
     sink = lse if sink_lse is None else sink_lse.expand(num_rows, num_heads)
-    if not num_rows or not k.shape[0]:
-        lse.copy_(sink) if sink_lse is not None else lse.fill_(-torch.inf)
-        return out.zero_(), lse, lse.new_full((num_heads,), -torch.inf) if return_max_logits else None
     q, k, v, lists = readable(q), readable(k), readable(v), lists_of(pattern)
     grid, constants = _shape("forward", q, k, v, pattern)
     sparse_kernels().sparse_forward_kernel[grid](
@@ -72,8 +69,6 @@ def backward(
     del deterministic
     q, k, v, dout, lse, delta = inputs
     _check_support(q, v)
-    if not q.shape[0] or not k.shape[0]:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     q, k, v, dout = (readable(x) for x in (q, k, v, dout.to(q.dtype)))
     common = (q, k, v, dout, lse, delta)

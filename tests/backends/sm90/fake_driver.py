@@ -10,7 +10,7 @@ import pytest
 
 from megatron_magi.attention import call_cache
 from megatron_magi.backends.sm90 import attention as hopper
-from megatron_magi.backends.sm90 import kernels, mask_numbers, program, row_delta, support
+from megatron_magi.backends.sm90 import host_tables, kernels, mask_numbers, program, row_delta, support
 from megatron_magi.cuda import driver, launch, launch_list
 from megatron_magi.runtime.lru import LruCache
 
@@ -59,7 +59,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator
             launched.params[kernel.handle] = kind.from_buffer_copy(ctypes.string_at(pointers[0], ctypes.sizeof(kind)))
 
     monkeypatch.setattr(support, "_is_hopper", lambda _device: True)
-    for module in (support, mask_numbers):
+    for module in (support, host_tables, mask_numbers):
         monkeypatch.setattr(module, "sm_count", lambda _device: num_sms)
     monkeypatch.setattr(driver.Kernel, "launch", note)
     monkeypatch.setattr(driver, "tensor_map", lambda *_: bytes(128))
