@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron_magi.backends.triton.tuning import SHARED_BYTES, Kernel, kind_of_capability, padded, sizes
+from megatron_magi.backends.triton.tuning import SHARED_BYTES, Kernel, LatentKernel, kind_of_capability, padded, sizes
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -68,7 +68,7 @@ def test_kernels_over_lists_fit_every_gpu(capability, kernel):
         assert used.shared <= SHARED_BYTES["small"] and used.spilled <= 64, (dim, k_block, dtype, used)
 
 
-@pytest.mark.parametrize("kernel", get_args(Kernel))
+@pytest.mark.parametrize("kernel", get_args(LatentKernel))
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_kernels_over_lists_of_latent_keys_fit_every_gpu(capability, kernel):
     from tests.backends.triton.compiled import latent_helpers_usage, latent_usage

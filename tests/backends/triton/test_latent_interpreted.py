@@ -73,7 +73,7 @@ CASES = [
     (1, 2, 40, 24, (64, 1), MLA, torch.float16, torch.int32, 1, True),
     (1, 3, 40, 1100, (2, 1), (24, 16), torch.float32, torch.int32, 0, False),
 ]
-kernels.PART_BYTES = 200_000  # several chunks
+kernels.CHUNK_BYTES = 200_000  # several chunks
 for case in CASES:
     compare(case)
 
