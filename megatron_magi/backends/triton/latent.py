@@ -22,7 +22,8 @@ CHUNK_BYTES = 1 << 30
 
 _INSTEAD = "'reference', which is slow"
 _MOST_BEHIND = 64
-_MOST_VALUES = {torch.float16: 512, torch.bfloat16: 512, torch.float32: 128}
+_MOST_VALUES = 512
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _DELTA_ROWS = 16
 _DEPTH, _WIDTH = 64, 128
 """Elements of rows that are multiplied, and that are computed, at a time in the backward."""
@@ -32,10 +33,10 @@ def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> 
     """See `megatron_magi.backends.base.Latent`."""
     if (reason := support.why_not_device(device, _INSTEAD)) is not None:
         return reason
-    if dtype not in _MOST_VALUES:
+    if dtype not in _DTYPES:
         return f"q: impl 'triton' takes fp16, bf16 and fp32, got {dtype}; use {_INSTEAD}"
-    if dims[1] > _MOST_VALUES[dtype]:
-        return f"dim_v: impl 'triton' takes up to {_MOST_VALUES[dtype]} in {dtype}, got {dims[1]}; use {_INSTEAD}"
+    if dims[1] > _MOST_VALUES:
+        return f"dim_v: impl 'triton' takes up to {_MOST_VALUES}, got {dims[1]}; use {_INSTEAD}"
     if dims[0] - dims[1] > _MOST_BEHIND:
         behind = f"{dims[0] - dims[1]} of head_dim {dims[0]}"
         return f"kv: impl 'triton' takes up to {_MOST_BEHIND} elements behind the values, got {behind}; use {_INSTEAD}"

@@ -152,14 +152,22 @@ _SPARSE_FP32: dict[Kernel, dict[int, Sizes]] = _FP32 | {
 # Of latent keys, of up to 512 elements and 64 behind: they spill few registers and are not timed. In the backward tiles
 # are of 128 elements of a row; see `latent_kernels`.
 _LATENT: dict[Kind, dict[LatentKernel, Sizes]] = {
-    kind: {
-        "forward": forward, "scores": Sizes(64, 64, 4, 2), "query_gradient": Sizes(64, 32, 4, 2),
-        "key_gradient": Sizes(32, 64, 4, 2),
-    }
-    for kind, forward in (
-        ("small", Sizes(64, 16, 8, 2)), ("medium", Sizes(64, 32, 8, 2)), ("large", Sizes(64, 32, 8, 2)),
-        ("hopper", Sizes(64, 64, 8, 2)),
-    )
+    "small": {
+        "forward": Sizes(64, 16, 8, 2), "scores": Sizes(64, 64, 4, 2), "query_gradient": Sizes(64, 64, 4, 3),
+        "key_gradient": Sizes(32, 64, 8, 2),
+    },
+    "medium": {
+        "forward": Sizes(64, 32, 8, 2), "scores": Sizes(128, 64, 8, 3), "query_gradient": Sizes(64, 64, 4, 3),
+        "key_gradient": Sizes(64, 64, 8, 2),
+    },
+    "large": {
+        "forward": Sizes(64, 32, 8, 2), "scores": Sizes(128, 64, 8, 3), "query_gradient": Sizes(128, 64, 8, 3),
+        "key_gradient": Sizes(64, 64, 8, 2),
+    },
+    "hopper": {
+        "forward": Sizes(64, 64, 8, 2), "scores": Sizes(128, 128, 8, 3), "query_gradient": Sizes(128, 64, 8, 3),
+        "key_gradient": Sizes(64, 64, 8, 2),
+    },
 }  # fmt: skip
 _LATENT_FP32: dict[LatentKernel, Sizes] = {
     "forward": Sizes(16, 16, 8, 1), "scores": Sizes(32, 32, 4, 1), "query_gradient": Sizes(32, 32, 4, 1),
