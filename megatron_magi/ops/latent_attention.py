@@ -54,13 +54,13 @@ def latent_sparse_attention(
         dim_v: elements of kv that are the values, 1 to head_dim.
         sink: as in `megatron_magi.slice_attention`.
         return_max_logits: fill ``meta.max_logits``.
-        deterministic: bitwise repeatable gradients. Kernels in Triton then keep the parts of the gradient of kv, up to
-            1 GiB at a time, instead of adding them atomically; the definition always repeats.
+        deterministic: bitwise repeatable gradients. Kernels in Triton then keep what each query adds to the gradient of
+            kv, up to 1 GiB at a time, instead of adding it atomically; the definition always repeats.
         sanity_check: look for NaN and inf in q, kv, the sink (NaN alone) and the gradient of the output, and for
             indices that are wrong: a pass over memory and a wait for the device each.
         impl: ``auto``, ``reference`` (the listed keys of some queries at a time) or ``triton`` (head_dim up to 576,
-            with dim_v up to 512, in fp32 128, and up to 64 elements behind; it has not run on a GPU yet and is taken by
-            name alone); one that is named never falls back.
+            with dim_v up to 512 and up to 64 elements behind; it has not run on a GPU yet and is taken by name alone);
+            one that is named never falls back.
 
     Returns:
         ``(out, meta)``: out ``[num_tokens_q, num_heads_q, dim_v]`` in the dtype of q; ``meta.lse`` ``[num_tokens_q,

@@ -1,7 +1,7 @@
 """Attention over lists of latent keys by the kernels in Triton. Lists are never copied to the host.
 
-The gradient of keys is added up in fp32: atomically, or, to be bitwise repeatable, from parts that the queries of a
-chunk leave in memory, which are added in the order of the queries.
+The backward keeps p and ds of some queries in memory, from which it computes both gradients. That of keys is added up
+in fp32: atomically, or, to be bitwise repeatable, from parts of these queries, in their order.
 """
 
 from __future__ import annotations
@@ -13,27 +13,30 @@ from torch import Tensor
 
 from megatron_magi.backends.triton import support
 from megatron_magi.backends.triton.attention import LOG2_E, latent_kernels, readable
-from megatron_magi.backends.triton.tuning import Kernel, kind_of, latent_sizes, padded
+from megatron_magi.backends.triton.tuning import LatentKernel, kind_of, latent_sizes, padded
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
-PART_BYTES = 1 << 30
-"""Memory for the parts of the gradient of keys in deterministic mode."""
+CHUNK_BYTES = 1 << 30
+"""Memory for what the backward keeps of the queries that are computed together."""
 
 _INSTEAD = "'reference', which is slow"
 _MOST_BEHIND = 64
-_MOST_VALUES = {torch.float16: 512, torch.bfloat16: 512, torch.float32: 128}
+_MOST_VALUES = 512
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _DELTA_ROWS = 16
+_DEPTH, _WIDTH = 64, 128
+"""Elements of rows that are multiplied, and that are computed, at a time in the backward."""
 
 
 def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
     """See `megatron_magi.backends.base.Latent`."""
     if (reason := support.why_not_device(device, _INSTEAD)) is not None:
         return reason
-    if dtype not in _MOST_VALUES:
+    if dtype not in _DTYPES:
         return f"q: impl 'triton' takes fp16, bf16 and fp32, got {dtype}; use {_INSTEAD}"
-    if dims[1] > _MOST_VALUES[dtype]:
-        return f"dim_v: impl 'triton' takes up to {_MOST_VALUES[dtype]} in {dtype}, got {dims[1]}; use {_INSTEAD}"
+    if dims[1] > _MOST_VALUES:
+        return f"dim_v: impl 'triton' takes up to {_MOST_VALUES}, got {dims[1]}; use {_INSTEAD}"
     if dims[0] - dims[1] > _MOST_BEHIND:
         behind = f"{dims[0] - dims[1]} of head_dim {dims[0]}"
         return f"kv: impl 'triton' takes up to {_MOST_BEHIND} elements behind the values, got {behind}; use {_INSTEAD}"
@@ -103,55 +106,82 @@ def backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sums = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
     tensors = (readable(q), readable(kv), readable(dout.to(q.dtype)), lse, delta)
-    constants = _constants("query_gradient", q, kv, v)
-    entries, numbers = _lists(pattern, kv)
-    latent_kernels().latent_query_gradient_kernel[(q.shape[0] * kv.shape[1] * constants["PARTS"],)](
-        *tensors, dq, entries, *numbers, *_strides(*tensors, dq), softmax_scale * LOG2_E, softmax_scale, **constants
-    )
-    if deterministic:
-        _add_in_order(tensors, v, sums, pattern, softmax_scale)
-    else:
-        _key_gradient(tensors, v, sums, pattern, softmax_scale, stores=False)
+    (num_rows, num_heads, dim), (_, heads_kv, _), topk = q.shape, kv.shape, pattern.tensors[0].shape[2]
+    of_scores = num_heads * _score_step(topk) * 2 * q.element_size()
+    of_row = of_scores + (4 * heads_kv * topk * dim if deterministic else 0)
+    step = min(num_rows, max(1, CHUNK_BYTES // max(1, of_row)))
+    scores = q.new_empty((2, step, num_heads, _score_step(topk)))
+    parts = sums.new_empty((step, heads_kv, topk, dim)) if deterministic else None
+    for first in range(0, num_rows, step):
+        rows = slice(first, first + step)
+        mine = tuple(x if x is tensors[1] else x[rows] for x in tensors)
+        part = SparsePattern((pattern.tensors[0][:, rows],), 1, 1, False)
+        _chunk_gradients(mine, v, part, softmax_scale, scores, dq[rows], sums if parts is None else parts)
+        if parts is not None:
+            _add_in_order(parts, sums, part)
     return dq, sums.to(kv.dtype)
 
 
-def _key_gradient(
-    tensors: tuple[Tensor, ...], v: Tensor, into: Tensor, pattern: SparsePattern, softmax_scale: float, *, stores: bool
+def _score_step(topk: int) -> int:
+    """Elements between p, and ds, of heads: a multiple of 16 bytes."""
+    return 64 * num_blocks(topk, 64)
+
+
+def _chunk_gradients(
+    tensors: tuple[Tensor, ...],
+    v: Tensor,
+    pattern: SparsePattern,
+    softmax_scale: float,
+    scores: Tensor,
+    dq: Tensor,
+    into: Tensor,
 ) -> None:
-    """Adds the gradient of keys to ``into``, or writes its parts there, as `latent_key_gradient_kernel` says."""
-    q, kv = tensors[:2]
-    constants = _constants("key_gradient", q, kv, v)
+    """Writes dq of some queries, and adds the gradient of keys to ``into``, or, if that has four dimensions, writes its
+    parts there.
+
+    Args:
+        tensors: q, kv, dout, lse and delta.
+        scores: memory for p and ds.
+    """
+    q, kv, dout = tensors[:3]
+    num_places, dim, kernels = q.shape[0] * kv.shape[1], q.shape[2], latent_kernels()
     entries, numbers = _lists(pattern, kv)
-    steps = num_blocks(entries.shape[2], constants["COLUMNS"])
-    if steps:
-        latent_kernels().latent_key_gradient_kernel[(q.shape[0] * kv.shape[1] * steps,)](
-            *tensors, into, entries, *numbers, *_strides(*tensors), softmax_scale * LOG2_E, softmax_scale,
-            **constants, STORES=stores,
+    topk, step = entries.shape[2], scores.shape[3]
+    constants = _constants("scores", q, kv, v)
+    del constants["PAD_V"]
+    if topk:
+        grid = num_places * num_blocks(topk, constants["COLUMNS"]) * constants["PARTS"]
+        kernels.latent_scores_kernel[(grid,)](
+            *tensors, *scores, entries, *numbers, step, *_strides(*tensors), softmax_scale * LOG2_E, **constants,
+            WIDTH=min(_DEPTH, padded(v.shape[2])),
+        )  # fmt: skip
+    width = min(_WIDTH, padded(dim))
+    tiles, others = num_blocks(dim, width), {"D": dim, "WIDTH": width}
+    constants = _constants("query_gradient", q, kv, v)
+    for name in ("DV", "DR", "PAD_V", "PAD_R"):
+        del constants[name]
+    kernels.latent_query_gradient_kernel[(num_places * constants["PARTS"] * tiles,)](
+        kv, scores[1], dq, entries, *numbers, step, *_strides(kv, dq), softmax_scale, **constants, **others
+    )
+    constants = _constants("key_gradient", q, kv, v)
+    for name in ("DR", "PAD_V", "PAD_R"):
+        del constants[name]
+    if topk:
+        kernels.latent_key_gradient_kernel[(num_places * num_blocks(topk, constants["COLUMNS"]) * tiles,)](
+            q, dout, *scores, into, entries, *numbers, step, *_strides(q, dout), softmax_scale, **constants, **others,
+            STORES=into.ndim == 4,
         )  # fmt: skip
 
 
-def _add_in_order(
-    tensors: tuple[Tensor, ...], v: Tensor, sums: Tensor, pattern: SparsePattern, softmax_scale: float
-) -> None:
-    """Adds the gradient of keys to ``sums``, query by query, over chunks whose parts fit `PART_BYTES`."""
-    q, kv, *others = tensors
-    (num_keys, heads_kv, dim), topk = kv.shape, pattern.tensors[0].shape[2]
-    of_row = 4 * heads_kv * topk * dim
-    step = max(1, PART_BYTES // max(1, of_row))
-    parts = sums.new_empty((min(step, q.shape[0]), heads_kv, topk, dim))
-    head = torch.arange(heads_kv, device=kv.device)[:, None]
-    sum_of = torch.arange(num_keys * heads_kv + 1, device=kv.device)
-    for first in range(0, q.shape[0], step):
-        rows = slice(first, first + step)
-        listed = pattern.tensors[0][:, rows]
-        mine = (q[rows], kv, *(x[rows] for x in others))
-        _key_gradient(mine, v, parts, SparsePattern((listed,), 1, 1, False), softmax_scale, stores=True)
-        named = listed.transpose(0, 1).long()  # as parts, [rows, key heads, topk]
-        place = torch.where(named < 0, num_keys * heads_kv, named * heads_kv + head)  # what is no key comes last
-        place, order = torch.sort(place.flatten(), stable=True)
-        latent_kernels().latent_sum_kernel[(num_keys * heads_kv,)](
-            parts, sums, order, torch.searchsorted(place, sum_of), D=dim, PAD=padded(dim)
-        )
+def _add_in_order(parts: Tensor, sums: Tensor, pattern: SparsePattern) -> None:
+    """Adds parts of the gradient of keys, ``[queries, num_heads_kv, topk, head_dim]``, to ``sums``, query by query."""
+    (num_keys, heads_kv, dim), listed = sums.shape, pattern.tensors[0]
+    head = torch.arange(heads_kv, device=sums.device)[:, None]
+    named = listed.transpose(0, 1).long()  # as parts, [queries, key heads, topk]
+    place = torch.where(named < 0, num_keys * heads_kv, named * heads_kv + head)  # what is no key comes last
+    place, order = torch.sort(place.flatten(), stable=True)
+    bounds = torch.searchsorted(place, torch.arange(num_keys * heads_kv + 1, device=sums.device))
+    latent_kernels().latent_sum_kernel[(num_keys * heads_kv,)](parts, sums, order, bounds, D=dim, PAD=padded(dim))
 
 
 def _check_support(q: Tensor, v: Tensor) -> None:
@@ -173,7 +203,7 @@ def _lists(pattern: SparsePattern, kv: Tensor) -> tuple[Tensor, tuple[int, ...]]
     return entries, (kv.shape[0], kv.shape[1], entries.shape[2], entries.stride(1), of_list)
 
 
-def _constants(kernel: Kernel, q: Tensor, kv: Tensor, v: Tensor) -> dict[str, Any]:
+def _constants(kernel: LatentKernel, q: Tensor, kv: Tensor, v: Tensor) -> dict[str, Any]:
     """What a kernel is compiled for."""
     group, dim_v, behind = q.shape[1] // kv.shape[1], v.shape[2], q.shape[2] - v.shape[2]
     found = latent_sizes(kernel, kind_of(q.device), q.element_size(), group)

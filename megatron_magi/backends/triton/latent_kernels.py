@@ -1,8 +1,10 @@
 """The kernels of attention over lists of latent keys, the first ``DV`` elements of which are the values.
 
-A tile has the query heads of one query, of one key head, or as many as fit. Rows of q and kv are two matrices, of
-``DV`` and of the ``DR`` elements behind (none if that is 0), each filled up to a power of two, so that a key is loaded
-once for logits, values and gradients. Formulas as in `kernels`. ``scale``: of q @ kv to logits in base 2.
+A tile has the query heads of one query, of one key head, or as many as fit. In the forward rows of q and kv are two
+matrices, of ``DV`` and of the ``DR`` elements behind (none if that is 0), each filled up to a power of two, so that a
+key is loaded once for its logits and its value. In the backward a tile as wide as a row would not fit beside another:
+p and ds of some queries are written to memory, and what is multiplied by them is computed in tiles of ``WIDTH``
+elements. Formulas as in `kernels`. ``scale``: of q @ kv to logits in base 2.
 """
 
 from __future__ import annotations
@@ -132,94 +134,130 @@ def latent_delta_kernel(
     tl.store(delta + row * delta_row + head * delta_head, products, mask=is_row)
 
 
+@triton.jit
+def _tile(places, there, first, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Elements from ``first`` on of rows that begin at these places, ``[len(places), WIDTH]``; zeros from ``D`` on."""
+    j = first + tl.arange(0, WIDTH)
+    return tl.load(places[:, None] + j[None, :], mask=there[:, None] & (j < D)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_keys", "num_heads", "topk"])
-def latent_query_gradient_kernel(
-    q, kv, dout, lse, delta, dq, entries, num_keys, num_heads, topk, entry_row, entry_list,
-    q_row, q_head, kv_row, kv_head, dout_row, dout_head, lse_row, lse_head, delta_row, delta_head, dq_row, dq_head,
-    scale, softmax_scale,
-    GROUP: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, PAD_V: tl.constexpr, PAD_R: tl.constexpr,
+def latent_scores_kernel(
+    q, kv, dout, lse, delta, probs, grads, entries, num_keys, num_heads, topk, entry_row, entry_list, score_step,
+    q_row, q_head, kv_row, kv_head, dout_row, dout_head, lse_row, lse_head, delta_row, delta_head, scale,
+    GROUP: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, PAD_R: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `latent_forward_kernel`, of dq."""
-    row, head, part = _place(PARTS, num_heads)
+    """p and ds, see `kernels`, of a query, a part of the query heads of a key head, and a step of its list.
+
+    Program i: part ``i % PARTS`` of step ``i // PARTS % cdiv(topk, COLUMNS)``. ``probs``, ``grads``: ``[queries,
+    num_heads * GROUP, score_step]``, written for steps that have a key. Products are summed over ``WIDTH`` elements of
+    rows at a time.
+    """
+    num_steps = tl.cdiv(topk, COLUMNS)
+    i = tl.program_id(0)
+    part, step = i % PARTS, i // PARTS % num_steps
+    head, row = i // PARTS // num_steps % num_heads, tl.cast(i // PARTS // num_steps // num_heads, tl.int64)
     row_head, is_row = _heads(head, part, GROUP, ROWS)
-    entries += row * entry_row + tl.cast(head, tl.int64) * entry_list
-    kv += tl.cast(head, tl.int64) * kv_head
-    query = _load(q + row * q_row + row_head * q_head, is_row, DV, PAD_V)
-    query_behind = _behind(q + row * q_row + row_head * q_head, is_row, DV, DR, PAD_R)
-    grad = _load(dout + row * dout_row + row_head * dout_head, is_row, DV, PAD_V)
-    row_lse, row_delta = _row_numbers(lse, delta, row, row_head, is_row, lse_row, lse_head, delta_row, delta_head)
-    acc = tl.zeros([ROWS, PAD_V], tl.float32)
-    acc_behind = tl.zeros([ROWS, PAD_R], tl.float32)
-    for step in range(tl.cdiv(_end(entries, topk, num_keys), COLUMNS)):
-        key, there = _listed(entries, step, topk, num_keys, COLUMNS)
-        keys = _load(kv + key * kv_row, there, DV, PAD_V)
-        keys_behind = _behind(kv + key * kv_row, there, DV, DR, PAD_R)
-        logits = _scores(query, query_behind, keys, keys_behind, DR, PRECISION)
-        p = tl.where(there[None, :], tl.exp2(logits * scale - row_lse[:, None]), 0.0)
-        ds = (p * (_dot(grad, tl.trans(keys), PRECISION) - row_delta[:, None])).to(keys.dtype)
-        acc += _dot(ds, keys, PRECISION)
+    key, there = _listed(
+        entries + row * entry_row + tl.cast(head, tl.int64) * entry_list, step, topk, num_keys, COLUMNS
+    )
+    if tl.max(there.to(tl.int32), 0) > 0:
+        queries = q + row * q_row + row_head * q_head
+        keys = kv + tl.cast(head, tl.int64) * kv_head + key * kv_row
+        douts = dout + row * dout_row + row_head * dout_head
+        logits = tl.zeros([ROWS, COLUMNS], tl.float32)
+        dp = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first in range(0, DV, WIDTH):
+            values = tl.trans(_tile(keys, there, first, DV, WIDTH))
+            logits += _dot(_tile(queries, is_row, first, DV, WIDTH), values, PRECISION)
+            dp += _dot(_tile(douts, is_row, first, DV, WIDTH), values, PRECISION)
         if DR > 0:
-            acc_behind += _dot(ds, keys_behind, PRECISION)
-    _store(dq + row * dq_row + row_head * dq_head, is_row, acc * softmax_scale, DV, PAD_V)
-    if DR > 0:
-        _store(dq + row * dq_row + row_head * dq_head + DV, is_row, acc_behind * softmax_scale, DR, PAD_R)
+            behind = tl.trans(_load(keys + DV, there, DR, PAD_R))
+            logits += _dot(_load(queries + DV, is_row, DR, PAD_R), behind, PRECISION)
+        row_lse, row_delta = _row_numbers(lse, delta, row, row_head, is_row, lse_row, lse_head, delta_row, delta_head)
+        p = tl.where(there[None, :], tl.exp2(logits * scale - row_lse[:, None]), 0.0)
+        ds = p * (dp - row_delta[:, None])
+        at = _scores_at(row, row_head, step, num_heads * GROUP, score_step, COLUMNS)
+        tl.store(probs + at, p.to(probs.dtype.element_ty), mask=is_row[:, None] & there[None, :])
+        tl.store(grads + at, ds.to(grads.dtype.element_ty), mask=is_row[:, None] & there[None, :])
 
 
 @triton.jit
-def _put(places, there, value, D: tl.constexpr, PAD: tl.constexpr, STORES: tl.constexpr):
-    """Writes ``[len(places), PAD]`` of fp32 to rows that begin at these places, or adds to them atomically."""
-    j = tl.arange(0, PAD)
-    places, there = places[:, None] + j[None, :], there[:, None] & (j < D)[None, :]
-    if STORES:
-        tl.store(places, value, mask=there)
-    else:
-        tl.atomic_add(places, value, mask=there, sem="relaxed")
+def _scores_at(row, row_head, step, num_heads, score_step, COLUMNS: tl.constexpr):
+    """Where p and ds of query heads and of a step are, ``[query heads, COLUMNS]``."""
+    return ((row * num_heads + row_head) * score_step)[:, None] + (step * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+
+
+@triton.jit(do_not_specialize=["num_keys", "num_heads", "topk"])
+def latent_query_gradient_kernel(
+    kv, grads, dq, entries, num_keys, num_heads, topk, entry_row, entry_list, score_step, kv_row, kv_head,
+    dq_row, dq_head, softmax_scale,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq = ds @ kv of a query and a part of the query heads of a key head, ``WIDTH`` elements of rows in a program."""
+    num_tiles: tl.constexpr = (D + WIDTH - 1) // WIDTH
+    i = tl.program_id(0)
+    first, part = i % num_tiles * WIDTH, i // num_tiles % PARTS
+    head, row = i // num_tiles // PARTS % num_heads, tl.cast(i // num_tiles // PARTS // num_heads, tl.int64)
+    row_head, is_row = _heads(head, part, GROUP, ROWS)
+    entries += row * entry_row + tl.cast(head, tl.int64) * entry_list
+    kv += tl.cast(head, tl.int64) * kv_head
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    for step in range(tl.cdiv(_end(entries, topk, num_keys), COLUMNS)):
+        key, there = _listed(entries, step, topk, num_keys, COLUMNS)
+        at = _scores_at(row, row_head, step, num_heads * GROUP, score_step, COLUMNS)
+        ds = tl.load(grads + at, mask=is_row[:, None] & there[None, :], other=0.0)
+        acc += _dot(ds, _tile(kv + key * kv_row, there, first, D, WIDTH), PRECISION)
+    j = first + tl.arange(0, WIDTH)
+    places = (dq + row * dq_row + row_head * dq_head)[:, None] + j[None, :]
+    tl.store(places, (acc * softmax_scale).to(dq.dtype.element_ty), mask=is_row[:, None] & (j < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_keys", "num_heads", "topk"])
 def latent_key_gradient_kernel(
-    q, kv, dout, lse, delta, dkv, entries, num_keys, num_heads, topk, entry_row, entry_list,
-    q_row, q_head, kv_row, kv_head, dout_row, dout_head, lse_row, lse_head, delta_row, delta_head, scale, softmax_scale,
-    GROUP: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, PAD_V: tl.constexpr, PAD_R: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, STORES: tl.constexpr, PRECISION: tl.constexpr,
+    q, dout, probs, grads, dkv, entries, num_keys, num_heads, topk, entry_row, entry_list, score_step,
+    q_row, q_head, dout_row, dout_head, softmax_scale,
+    GROUP: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, STORES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program i: step ``i % cdiv(topk, COLUMNS)`` of the list of a query and a key head, over all its query heads.
+    """ds^T @ q and p^T @ dout of a query and a step of its list over all query heads of a key head, ``WIDTH`` elements
+    of rows in a program.
 
-    What one query adds to the gradient of a key is added to ``dkv``,
-    fp32 ``[num_keys, num_heads, DV + DR]``; with ``STORES`` it is written to ``dkv`` ``[queries, num_heads, topk,
-    DV + DR]`` instead, for `latent_sum_kernel`.
+    The sum is added to ``dkv``, fp32 ``[num_keys, num_heads, D]``; with ``STORES`` it is written to ``dkv`` ``[queries,
+    num_heads, topk, D]`` instead, for `latent_sum_kernel`.
     """
+    num_tiles: tl.constexpr = (D + WIDTH - 1) // WIDTH
     num_steps = tl.cdiv(topk, COLUMNS)
     i = tl.program_id(0)
-    step, head, row = i % num_steps, i // num_steps % num_heads, tl.cast(i // num_steps // num_heads, tl.int64)
-    entries += row * entry_row + tl.cast(head, tl.int64) * entry_list
-    key, there = _listed(entries, step, topk, num_keys, COLUMNS)
-    keys = _load(kv + tl.cast(head, tl.int64) * kv_head + key * kv_row, there, DV, PAD_V)
-    keys_behind = _behind(kv + tl.cast(head, tl.int64) * kv_head + key * kv_row, there, DV, DR, PAD_R)
-    acc = tl.zeros([COLUMNS, PAD_V], tl.float32)
-    acc_behind = tl.zeros([COLUMNS, PAD_R], tl.float32)
+    first, step = i % num_tiles * WIDTH, i // num_tiles % num_steps
+    head, row = i // num_tiles // num_steps % num_heads, tl.cast(i // num_tiles // num_steps // num_heads, tl.int64)
+    key, there = _listed(
+        entries + row * entry_row + tl.cast(head, tl.int64) * entry_list, step, topk, num_keys, COLUMNS
+    )
+    of_keys = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    of_values = tl.zeros([COLUMNS, WIDTH], tl.float32)
     has_any = tl.max(there.to(tl.int32), 0)
     for part in range(has_any * PARTS):
         row_head, is_row = _heads(head, part, GROUP, ROWS)
-        query = _load(q + row * q_row + row_head * q_head, is_row, DV, PAD_V)
-        query_behind = _behind(q + row * q_row + row_head * q_head, is_row, DV, DR, PAD_R)
-        grad = _load(dout + row * dout_row + row_head * dout_head, is_row, DV, PAD_V)
-        row_lse, row_delta = _row_numbers(lse, delta, row, row_head, is_row, lse_row, lse_head, delta_row, delta_head)
-        logits = _scores(query, query_behind, keys, keys_behind, DR, PRECISION)
-        p = tl.where(there[None, :], tl.exp2(logits * scale - row_lse[:, None]), 0.0)
-        dp = _dot(grad, tl.trans(keys), PRECISION)
-        ds = tl.trans((p * (dp - row_delta[:, None]) * softmax_scale).to(query.dtype))
-        acc += _dot(tl.trans(p.to(grad.dtype)), grad, PRECISION)
-        acc += _dot(ds, query, PRECISION)
-        if DR > 0:
-            acc_behind += _dot(ds, query_behind, PRECISION)
+        at = _scores_at(row, row_head, step, num_heads * GROUP, score_step, COLUMNS)
+        p = tl.load(probs + at, mask=is_row[:, None] & there[None, :], other=0.0)
+        ds = tl.load(grads + at, mask=is_row[:, None] & there[None, :], other=0.0)
+        of_values += _dot(
+            tl.trans(p), _tile(dout + row * dout_row + row_head * dout_head, is_row, first, DV, WIDTH), PRECISION
+        )
+        of_keys += _dot(tl.trans(ds), _tile(q + row * q_row + row_head * q_head, is_row, first, D, WIDTH), PRECISION)
     at = key * num_heads + head
     if STORES:
         at = (row * num_heads + head) * topk + step * COLUMNS + tl.arange(0, COLUMNS)
-    _put(dkv + at * (DV + DR), there, acc, DV, PAD_V, STORES)
-    if DR > 0:
-        _put(dkv + at * (DV + DR) + DV, there, acc_behind, DR, PAD_R, STORES)
+    j = first + tl.arange(0, WIDTH)
+    places, there = (dkv + at * D)[:, None] + j[None, :], there[:, None] & (j < D)[None, :]
+    value = of_keys * softmax_scale + of_values
+    if STORES:
+        tl.store(places, value, mask=there)
+    else:
+        tl.atomic_add(places, value, mask=there, sem="relaxed")
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 Kernel = Literal["forward", "query_gradient", "key_gradient"]
+LatentKernel = Literal["forward", "scores", "query_gradient", "key_gradient"]
 Kind = Literal["small", "medium", "large", "hopper"]
 
 SHARED_BYTES: dict[Kind, int] = {"small": 99 << 10, "medium": 163 << 10, "large": 227 << 10, "hopper": 227 << 10}
@@ -94,14 +95,14 @@ def sparse_sizes(kernel: Kernel, dims: tuple[int, int], itemsize: int, places: i
     return found._replace(rows=min(found.rows, padded(places)))
 
 
-def latent_sizes(kernel: Kernel, kind: Kind, itemsize: int, group: int) -> Sizes:
+def latent_sizes(kernel: LatentKernel, kind: Kind, itemsize: int, group: int) -> Sizes:
     """The sizes of a kernel of attention over lists of latent keys: ``rows`` are query heads, ``columns`` keys.
 
     Args:
         itemsize: bytes of an element.
         group: query heads of a key head; no more are computed together, but 16, the fewest of a product.
     """
-    found = _LATENT_FP32 if itemsize == 4 else _LATENT[kind][kernel]
+    found = (_LATENT_FP32 if itemsize == 4 else _LATENT[kind])[kernel]
     return found._replace(rows=min(found.rows, padded(group)))
 
 
@@ -148,19 +149,27 @@ _SPARSE_FP32: dict[Kernel, dict[int, Sizes]] = _FP32 | {
     "query_gradient": {64: Sizes(64, 32, 8, 1), 128: Sizes(32, 32, 8, 1), 256: Sizes(16, 16, 4, 1)},
 }
 
-# Of latent keys, of up to 512 elements and 64 behind (fp32: 128 and 64): they spill few registers and are not timed.
-_LATENT: dict[Kind, dict[Kernel, Sizes]] = {
+# Of latent keys, of up to 512 elements and 64 behind: they spill few registers and are not timed. In the backward tiles
+# are of 128 elements of a row; see `latent_kernels`.
+_LATENT: dict[Kind, dict[LatentKernel, Sizes]] = {
     "small": {
-        "forward": Sizes(64, 16, 8, 2), "query_gradient": Sizes(32, 16, 8, 2), "key_gradient": Sizes(32, 16, 8, 2),
+        "forward": Sizes(64, 16, 8, 2), "scores": Sizes(64, 64, 4, 2), "query_gradient": Sizes(64, 64, 4, 3),
+        "key_gradient": Sizes(32, 64, 8, 2),
     },
     "medium": {
-        "forward": Sizes(64, 32, 8, 2), "query_gradient": Sizes(32, 32, 8, 2), "key_gradient": Sizes(32, 32, 8, 2),
+        "forward": Sizes(64, 32, 8, 2), "scores": Sizes(128, 64, 8, 3), "query_gradient": Sizes(64, 64, 4, 3),
+        "key_gradient": Sizes(64, 64, 8, 2),
     },
     "large": {
-        "forward": Sizes(64, 32, 8, 2), "query_gradient": Sizes(64, 32, 8, 1), "key_gradient": Sizes(32, 32, 8, 2),
+        "forward": Sizes(64, 32, 8, 2), "scores": Sizes(128, 64, 8, 3), "query_gradient": Sizes(128, 64, 8, 3),
+        "key_gradient": Sizes(64, 64, 8, 2),
     },
     "hopper": {
-        "forward": Sizes(64, 32, 8, 3), "query_gradient": Sizes(32, 32, 8, 2), "key_gradient": Sizes(32, 32, 8, 2),
+        "forward": Sizes(64, 64, 8, 2), "scores": Sizes(128, 128, 8, 3), "query_gradient": Sizes(128, 64, 8, 3),
+        "key_gradient": Sizes(64, 64, 8, 2),
     },
 }  # fmt: skip
-_LATENT_FP32 = Sizes(16, 16, 8, 1)
+_LATENT_FP32: dict[LatentKernel, Sizes] = {
+    "forward": Sizes(16, 16, 8, 1), "scores": Sizes(32, 32, 4, 1), "query_gradient": Sizes(32, 32, 4, 1),
+    "key_gradient": Sizes(16, 32, 8, 1),
+}  # fmt: skip

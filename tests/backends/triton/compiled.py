@@ -14,7 +14,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_magi.backends.triton import kernels, latent_kernels, sparse, sparse_kernels
-from megatron_magi.backends.triton.tuning import Kernel, Sizes, kind_of_capability, latent_sizes, padded, sizes
+from megatron_magi.backends.triton.tuning import (
+    Kernel,
+    LatentKernel,
+    Sizes,
+    kind_of_capability,
+    latent_sizes,
+    padded,
+    sizes,
+)
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _FUNCTIONS = {
@@ -72,21 +80,23 @@ def sparse_usage(
 
 
 def latent_usage(
-    kernel: Kernel, capability: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, group: int, stores: bool
-) -> Usage:
+    kernel: LatentKernel, capability: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, group: int,
+    stores: bool, found: Sizes | None = None,
+) -> Usage:  # fmt: skip
     """Compiles a kernel of attention over lists of latent keys, with all options.
 
     Args:
         dims: head dims of q and k, and of v.
         group: query heads of a key head.
         stores: parts of the gradient of keys are stored, not added.
+        found: its sizes, in place of those of `tuning`.
     """
-    found = latent_sizes(kernel, kind_of_capability(capability), dtype.itemsize, group)
+    found = found or latent_sizes(kernel, kind_of_capability(capability), dtype.itemsize, group)
     constants = {
-        "GROUP": group, "DV": dims[1], "DR": dims[0] - dims[1], "PAD_V": padded(dims[1]),
-        "PAD_R": padded(max(1, dims[0] - dims[1])), "ROWS": found.rows, "PARTS": -(-group // found.rows),
-        "COLUMNS": found.columns, "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "HAS_SINK": True,
-        "KEEPS_MAX": True, "STORES": stores,
+        "GROUP": group, "D": dims[0], "DV": dims[1], "DR": dims[0] - dims[1], "PAD_V": padded(dims[1]),
+        "PAD_R": padded(max(1, dims[0] - dims[1])), "WIDTH": 64 if kernel == "scores" else 128, "ROWS": found.rows,
+        "PARTS": -(-group // found.rows), "COLUMNS": found.columns, "HAS_SINK": True, "KEEPS_MAX": True,
+        "STORES": stores, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
     return _usage(getattr(latent_kernels, f"latent_{kernel}_kernel"), constants, capability, dtype, found)
 
@@ -116,7 +126,7 @@ def _usage(
     for i, name in enumerate(names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name in ("q", "k", "v", "kv", "dout", "out", "dq", "dk", "dv"):
+        elif name in ("q", "k", "v", "kv", "dout", "out", "dq", "dk", "dv", "probs", "grads"):
             signature[name] = "*" + _TYPES[dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif name == "mask":
@@ -133,7 +143,9 @@ def _usage(
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-            if name.split("_")[-1] in ("row", "head") and name.split("_")[0] in ("q", "k", "v", "kv", "dout", "out"):
+            if name == "score_step" or (
+                name.split("_")[-1] in ("row", "head") and name.split("_")[0] in ("q", "k", "v", "kv", "dout", "out")
+            ):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         function, signature, constexprs={(names.index(n),): v for n, v in constants.items() if n in names},

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron_magi.backends.triton.tuning import SHARED_BYTES, Kernel, kind_of_capability, padded, sizes
+from megatron_magi.backends.triton.tuning import SHARED_BYTES, Kernel, LatentKernel, kind_of_capability, padded, sizes
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -68,7 +68,7 @@ def test_kernels_over_lists_fit_every_gpu(capability, kernel):
         assert used.shared <= SHARED_BYTES["small"] and used.spilled <= 64, (dim, k_block, dtype, used)
 
 
-@pytest.mark.parametrize("kernel", get_args(Kernel))
+@pytest.mark.parametrize("kernel", get_args(LatentKernel))
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_kernels_over_lists_of_latent_keys_fit_every_gpu(capability, kernel):
     from tests.backends.triton.compiled import latent_helpers_usage, latent_usage
@@ -78,12 +78,13 @@ def test_kernels_over_lists_of_latent_keys_fit_every_gpu(capability, kernel):
         assert all(used.spilled == 0 for used in latent_helpers_usage(capability))
     cases = [((576, 512), half, 128, False)]
     if capability == (8, 6):
-        cases += [((192, 128), torch.float32, 128, False), ((512, 512), half, 16, True)]
+        cases += [((576, 512), torch.float32, 128, False), ((512, 512), half, 16, True)]
     if capability == (9, 0):
         cases += [((576, 512), torch.float16, 64, True)]
     for *case, stores in cases:
         used = latent_usage(kernel, capability, *case, stores)
-        assert used.shared <= room and used.spilled <= 64, (case, used)
+        most = MOST_SPILLED if kernel == "forward" else 64
+        assert used.shared <= room and used.spilled <= most, (case, used)
 
 
 def test_head_dims_are_filled_up_to_powers_of_two():

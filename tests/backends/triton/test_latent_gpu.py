@@ -86,8 +86,8 @@ def test_deterministic_gradients_repeat_and_fit_memory(monkeypatch):
     q, kv = tensors(300, 100, (64, 1), 576, torch.bfloat16)
     indices = random_lists(300, 100, 64, 1)
     found = []
-    for part_bytes in (1 << 30, 1 << 30, 40 * 64 * 576 * 4):
-        monkeypatch.setattr(latent, "PART_BYTES", part_bytes)
+    for chunk_bytes in (1 << 30, 1 << 30, 40 * (64 * 576 * 4 + 64 * 64 * 4)):
+        monkeypatch.setattr(latent, "CHUNK_BYTES", chunk_bytes)
         out, _ = latent_sparse_attention(q, kv, indices, softmax_scale=SCALE, deterministic=True, impl="triton")
         found.append(torch.autograd.grad(out, (q, kv), torch.ones_like(out)))
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
