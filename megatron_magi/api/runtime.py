@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,13 @@ class ShardIndex:
         self._rows: dict[torch.device, torch.Tensor] = {}
         self._undispatch: dict[torch.device, UndispatchArgs] = {}
         self._rolls: dict[tuple[int, torch.device], RollArgs] = {}
+        self._kept: dict[tuple, Any] = {}
+
+    def kept(self, name: tuple, make: Callable[[], Any]) -> Any:
+        """What ``make`` has made of the shard under a name; calls of it depend on the name and the shard alone."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
 
     def rows(self, device: torch.device) -> torch.Tensor:
         """Global token of each row of the shard, int64 ``[num_rows]``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -57,6 +57,13 @@ def names_of(ranks: Iterable[int], world_ranks: Sequence[int]) -> str:
 def pause(waited_s: float, longest_s: float) -> None:
     """Sleeps between polls, longer with the time waited so far."""
     time.sleep(min(max(waited_s / 10, 1e-4), longest_s))
+
+
+def wait_awake(done: Callable[[], bool], longest_s: float = 2e-4) -> None:
+    """Polls ``done()`` for a short time without sleeping, as `pause` would."""
+    end = time.perf_counter() + longest_s
+    while not done() and time.perf_counter() < end:
+        time.sleep(0)  # others may run
 
 
 def abort(group: dist.ProcessGroup) -> None:

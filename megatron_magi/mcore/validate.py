@@ -80,6 +80,8 @@ def settle_arguments(args: Namespace) -> list[str]:
     notices = []
     if args.context_parallel_size > 1 and args.cp_comm_type != ["p2p"]:
         notices.append(_cp_comm_type_notice(args))
+    if args.context_parallel_size > 1 and hybrid_pattern.has_sparse_layers(args):
+        args.cp_comm_type = ["allgather"]  # the one that Megatron takes with sparse attention
     if args.flash_attention_version is not None:
         notices.append("flash_attention_version: no effect with --attention-backend magi, which has its own kernels")
     reason = None
@@ -379,6 +381,7 @@ def _check_layers(args: Namespace) -> None:
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern"):
         hybrid_pattern.check(getattr(args, name, None), name)
     hybrid_pattern.check_variant(getattr(args, "experimental_attention_variant", None))
+    hybrid_pattern.check_sparse_layers(args)
     balancing = args.moe_router_load_balancing_type
     names = balancing if isinstance(balancing, list) else [balancing]
     if args.num_experts and "seq_aux_loss" in names and args.micro_batch_size and args.micro_batch_size > 1:

@@ -12,6 +12,7 @@ from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.checks import int_at_least
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
+from megatron_magi.plan import cpp_partition, cpp_solver
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.degree import choose_degree
 from megatron_magi.plan.dispatch import assign_chunks
@@ -85,12 +86,18 @@ class Plan:
         ranks_per_node = nodes_in_use(config.comm.ranks_per_node, dispatch.cp_size)
         moves = None if compute is None else QueryMoves(dispatch, compute, ranks_per_node)
         self._moves = moves if moves is not None and moves.any else None
-        self._part = partition(mask, dispatch, None if self._moves is None else self._moves.queries)
-        own_area, fetched_area = areas_by_place(self._part)
+        queries = None if self._moves is None else self._moves.queries
+        use_cpp = cpp_solver.chosen(config.dispatch.planner)
+        if use_cpp:
+            self._part, (own_area, fetched_area) = cpp_partition.partition(mask, dispatch, queries)
+        else:
+            self._part = partition(mask, dispatch, queries)
+            own_area, fetched_area = areas_by_place(self._part)
+        self._use_cpp = use_cpp
         self._area = own_area + fetched_area
         self.degree = choose_degree(own_area, fetched_area, self._part.remote_rows, overlap, config.dispatch.rates)
         self._stages = split_stages(self._part, self.degree)
-        self._transfers = TransferTable(self._part, self._stages, ranks_per_node)
+        self._transfers = TransferTable(self._part, self._stages, ranks_per_node, use_cpp)
         self.schedule: Schedule = make_schedule(
             self.degree, overlap=overlap.degree != 0, hide_tail_reduce=overlap.hide_tail_reduce
         )
@@ -111,7 +118,8 @@ class Plan:
         """
         cp_rank = int_at_least(cp_rank, "cp_rank", 0, most=self.cp_size - 1)
         if cp_rank not in self._rank_plans:
-            bands = tuple(own(b) for b in localise(self._part, self._stages, cp_rank))
+            into_local = cpp_partition.localise if self._use_cpp else localise
+            bands = tuple(own(b) for b in into_local(self._part, self._stages, cp_rank))
             self._rank_plans[cp_rank] = RankPlan(
                 cp_rank=cp_rank,
                 cp_size=self.cp_size,

@@ -31,6 +31,7 @@ from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 EXPERTS = ["--num-experts", "4", "--micro-batch-size", "2"]
 SEQUENCES = "causal inside sequences, or documents where the data set gives their bounds"
+SPARSE = ["--experimental-attention-variant", "dsa"]
 FULL_ITERATION = ["--cuda-graph-impl", "full_iteration"]
 
 
@@ -82,11 +83,14 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         ([*FULL_ITERATION, "--hybrid-layer-pattern", "*-*-/*-"], "cuda_graph_impl"),
         ([*FULL_ITERATION, *EXPERTS], "cuda_graph_impl"),
         (["--enable-cuda-graph"], "cuda_graph_modules"),
-        (["--hybrid-layer-pattern", "D*M*"], "hybrid_layer_pattern"),
-        (["--hybrid-layer-pattern", "*-D-", "--context-parallel-size", "1"], "hybrid_layer_pattern"),
-        (["--hybrid-layer-pattern", "*-*-/D-"], "hybrid_layer_pattern"),
-        (["--hybrid-override-pattern", "D*"], "hybrid_override_pattern"),
-        (["--experimental-attention-variant", "dsa"], "experimental_attention_variant"),
+        ([*SPARSE, "--softmax-type", "learnable"], "softmax_type"),
+        ([*SPARSE, "--window-size", "16,0"], "window_size"),
+        ([*SPARSE, "--dsa-kernel-backend", "cudnn"], "dsa_kernel_backend"),
+        ([*SPARSE, "--micro-batch-size", "2"], "micro_batch_size"),
+        ([*SPARSE, "--tensor-model-parallel-size", "2"], "sequence_parallel"),
+        ([*SPARSE, "--log-max-attention-logit", "--bf16"], "log_max_attention_logit"),
+        (["--hybrid-layer-pattern", "D-D-", *FULL_ITERATION], "cuda_graph_impl"),
+        (["--hybrid-override-pattern", "D-", "--qk-clip", "--bf16"], "qk_clip"),
         (["--hybrid-layer-pattern", "*E", "--overlap-moe-expert-parallel-comm"], "overlap_moe_expert_parallel_comm"),
         (["--hybrid-context-parallel"], "hybrid_context_parallel"),
         (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
