@@ -279,7 +279,7 @@ def near_lists(mine: Mine) -> torch.Tensor:
 
 
 def run_bytes(rank: int, num_ranks: int) -> dict:
-    found, mine = {}, Mine(NEAR, num_ranks, rates=replace(DEFAULT, gbytes_per_s=0.01))
+    found, mine = {}, Mine(NEAR, num_ranks, rates=replace(DEFAULT, gbytes_per_s=0.001))
     mine.lists = near_lists(mine)
     with pytest.MonkeyPatch.context() as patch:
         counter = Bytes(patch)
@@ -394,3 +394,11 @@ def test_ranks_that_differ_get_one_message(ranks) -> None:
 def test_wrong_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         Mine(replace(NEAR, total=128), 1).attend(**options)
+
+
+def test_a_short_block_that_is_not_a_ranks_last_is_refused() -> None:
+    bounds, q = [0, 20], torch.zeros(20, HEADS_Q, DIM)
+    key = api.magi_attn_varlen_key(bounds, bounds, layout=[[16, 17, 18, 19, *range(16)]])
+    blocks = torch.ones(3, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"^q_block_size: .* a short one last"):
+        api.calc_block_sparse_attn(q, q[:, :2], q[:, :2], blocks, key, q_block_size=8, k_block_size=64)
