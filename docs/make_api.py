@@ -27,7 +27,8 @@ SECTIONS = [
         "calc_block_sparse_attn", "calc_index_sparse_attn", "selected_key_share", "undispatch", "roll", "clear_cache",
         "make_static_key", "StaticKey", "AttnForwardMeta"]}),
     ("Attention on one device", "own_loop.md#attention-on-one-device", {
-        "megatron_magi": ["slice_attention", "block_sparse_attention", "index_sparse_attention"],
+        "megatron_magi": [
+            "slice_attention", "block_sparse_attention", "index_sparse_attention", "latent_sparse_attention"],
         "megatron_magi.api": ["flex_flash_attn_func"]}),
     ("Masks", "masks.md", {
         "megatron_magi.mask": ["AttnMask"],
