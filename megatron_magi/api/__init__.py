@@ -42,7 +42,12 @@ from megatron_magi.api.functions import (
 from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.api.mask_types import AttnMaskType, GeneralAttnMaskType
 from megatron_magi.api.padding import compute_pad_size, pad_at_dim, unpad_at_dim
-from megatron_magi.api.sparse import calc_block_sparse_attn, calc_index_sparse_attn, selected_key_share
+from megatron_magi.api.sparse import (
+    calc_block_sparse_attn,
+    calc_index_sparse_attn,
+    calc_latent_sparse_attn,
+    selected_key_share,
+)
 from megatron_magi.api.static_key import StaticKey
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnRange, RangeError
@@ -128,6 +133,7 @@ __all__ = [
     "calc_attn",
     "calc_block_sparse_attn",
     "calc_index_sparse_attn",
+    "calc_latent_sparse_attn",
     "check_valid_cu_seqlens",
     "clear_cache",
     "clearup_dist_env",

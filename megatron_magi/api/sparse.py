@@ -42,6 +42,7 @@ from megatron_magi.operands.sparse_pattern import (
     index_pattern,
     num_blocks,
 )
+from megatron_magi.ops.latent_attention import latent_sparse_attention
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from megatron_magi.runtime.no_compile import outside_graphs
 
@@ -109,12 +110,14 @@ def calc_block_sparse_attn(
         _check(q, k, v, runtime)
         options = FetchOptions(fetch, capacity, on_overflow)
         pattern = _block_pattern(q, k, blocks, runs, key, (q_block_size, k_block_size), causal)
-    keys = _keys(k, v, pattern, runs, runtime, key, options)
+        kv = torch.cat([k, v], dim=-1)
+    keys = _keys(kv, pattern, runs, runtime, key, options)
     with told(runtime.group, key.config.comm.verify):
+        k, v = keys.rows.split([k.shape[-1], v.shape[-1]], dim=-1)
         given = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
         given |= {"q_block_size": pattern.q_block, "k_block_size": pattern.k_block, "causal": causal}
         parts = [
-            block_sparse_attention(q[part.rows], keys.k[: part.num_keys], keys.v[: part.num_keys], part.blocks, **given)
+            block_sparse_attention(q[part.rows], k[: part.num_keys], v[: part.num_keys], part.blocks, **given)
             for part in keys.launches
         ]
     return _joined(parts, q.shape[0], runtime, keys.factor)
@@ -158,11 +161,60 @@ def calc_index_sparse_attn(
         _check(q, k, v, runtime)
         options = FetchOptions(fetch, capacity, on_overflow)
         pattern = _index_pattern(q, k, indices, runs, key)
-    keys = _keys(k, v, pattern, runs, runtime, key, options)
+        kv = torch.cat([k, v], dim=-1)
+    keys = _keys(kv, pattern, runs, runtime, key, options)
+    with told(runtime.group, key.config.comm.verify):
+        k, v = keys.rows.split([k.shape[-1], v.shape[-1]], dim=-1)
+        given = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
+        (part,) = keys.launches
+        result = index_sparse_attention(q[part.rows], k, v, part.blocks, **given)
+    return _joined([result], q.shape[0], runtime, keys.factor)
+
+
+@outside_graphs
+def calc_latent_sparse_attn(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    key: DistAttnRuntimeKey,
+    *,
+    softmax_scale: float,
+    dim_v: int = 512,
+    sink: Tensor | None = None,
+    return_max_logits: bool = False,
+    fetch: str = "auto",
+    capacity: float | None = None,
+    on_overflow: str = "raise",
+    impl: str = "auto",
+) -> tuple[Tensor, AttnForwardMeta]:
+    """`megatron_magi.latent_sparse_attention` of this rank's queries over the keys of all ranks. Collective,
+    differentiable.
+
+    Args:
+        q: ``[num_rows, num_heads_q, head_dim]``, this rank's rows.
+        kv: ``[num_rows, num_heads_kv, head_dim]``, likewise; its first ``dim_v`` elements are the values.
+        indices: as in `calc_index_sparse_attn`.
+        key: which rank holds which tokens (any), and ``attend.deterministic`` and ``attend.sanity_check``.
+        softmax_scale, dim_v: as in `latent_sparse_attention`.
+        sink, return_max_logits, fetch, capacity, on_overflow, impl: as in `calc_block_sparse_attn`.
+
+    Returns:
+        ``(out, meta)`` as `calc_block_sparse_attn`; out ``[num_rows, num_heads_q, dim_v]``.
+
+    Raises:
+        ValueError, RuntimeError: as `calc_block_sparse_attn`.
+    """
+    runtime = runtime_of(key)
+    runs = _runs(runtime)
+    with told(runtime.group, key.config.comm.verify):
+        _check_dense(runtime, q=q, kv=kv)
+        options = FetchOptions(fetch, capacity, on_overflow)
+        pattern = _index_pattern(q, kv, indices, runs, key)
+    keys = _keys(kv, pattern, runs, runtime, key, options)
     with told(runtime.group, key.config.comm.verify):
         given = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
         (part,) = keys.launches
-        result = index_sparse_attention(q[part.rows], keys.k, keys.v, part.blocks, **given)
+        result = latent_sparse_attention(q[part.rows], keys.rows, part.blocks, dim_v=dim_v, **given)
     return _joined([result], q.shape[0], runtime, keys.factor)
 
 
@@ -241,32 +293,38 @@ def _looked_at(pattern: SparsePattern, key: DistAttnRuntimeKey) -> SparsePattern
 
 
 def _keys(
-    k: Tensor,
-    v: Tensor,
+    kv: Tensor,
     pattern: SparsePattern,
     runs: tuple[Run, ...],
     runtime: KeyRuntime,
     key: DistAttnRuntimeKey,
     options: FetchOptions,
 ) -> Keys:
-    """The keys that this rank's queries need. Collective."""
+    """The keys that this rank's queries need. Collective.
+
+    Args:
+        kv: this rank's rows of keys and values, ``[num_rows, num_heads_kv, dim]``.
+        pattern, runs: lists of this rank's queries, and its tokens.
+        runtime, key: which rank holds which tokens.
+        options: how keys are fetched.
+    """
     with told(runtime.group, key.config.comm.verify):
-        way = choose_way(pattern, k, v, runtime, key, options)
-    raise_overflow(runtime, key, k.device)
+        way = choose_way(pattern, kv, runtime, key, options)
+    raise_overflow(runtime, key, kv.device)
     if way.selected:
-        found = selected_keys(k, v, pattern, runs, runtime, key, way, options.on_overflow)
+        found = selected_keys(kv, pattern, runs, runtime, key, way, options.on_overflow)
         if found is not None:
             return found
-    k, v = all_keys(k, v, runtime, key)
+    rows = all_keys(kv, runtime, key)
     if pattern.k_block == 1:
-        return Keys(k, v, [Launch(slice(0, num_tokens(runs)), len(k), pattern.tensors[0].transpose(0, 1))], None)
+        return Keys(rows, [Launch(slice(0, num_tokens(runs)), len(rows), pattern.tensors[0].transpose(0, 1))], None)
     # Without causality positions do not matter: all queries at once.
     launches = []
-    for row, start, end in runs if pattern.causal else [Run(0, k.shape[0] - num_tokens(runs), k.shape[0])]:
-        rows = slice(row // pattern.q_block, num_blocks(row + end - start, pattern.q_block))
-        seen = _blocks_of(pattern, rows, num_blocks(end, pattern.k_block))
+    for row, start, end in runs if pattern.causal else [Run(0, len(rows) - num_tokens(runs), len(rows))]:
+        q_blocks = slice(row // pattern.q_block, num_blocks(row + end - start, pattern.q_block))
+        seen = _blocks_of(pattern, q_blocks, num_blocks(end, pattern.k_block))
         launches.append(Launch(slice(row, row + end - start), end, seen))
-    return Keys(k, v, launches, None)
+    return Keys(rows, launches, None)
 
 
 def _runs(runtime: KeyRuntime) -> tuple[Run, ...]:
@@ -281,12 +339,17 @@ def _runs(runtime: KeyRuntime) -> tuple[Run, ...]:
 
 
 def _check(q: Any, k: Any, v: Any, runtime: KeyRuntime) -> None:
-    num_rows = runtime.shard.dispatch.shard_lengths[runtime.cp_rank]
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if arguments.rows(x, name, num_rows, f"this rank has {num_rows}").dim() != 3:
-            raise ValueError(f"{name}: expected [{num_rows}, num_heads, head_dim], got {list(x.shape)}")
+    _check_dense(runtime, q=q, k=k, v=v)
     if k.dtype != v.dtype or k.shape[1] != v.shape[1]:
         raise ValueError(f"v: expected {k.dtype} and {k.shape[1]} heads as k has, got {v.dtype} and {v.shape[1]}")
+
+
+def _check_dense(runtime: KeyRuntime, **tensors: Any) -> None:
+    """Tensors of this rank's rows, by name."""
+    num_rows = runtime.shard.dispatch.shard_lengths[runtime.cp_rank]
+    for name, x in tensors.items():
+        if arguments.rows(x, name, num_rows, f"this rank has {num_rows}").dim() != 3:
+            raise ValueError(f"{name}: expected [{num_rows}, num_heads, head_dim], got {list(x.shape)}")
 
 
 def _check_aligned(runs: Sequence[Run], q_block: int, total_seqlen: int) -> None:

@@ -77,13 +77,12 @@ class Keys(NamedTuple):
     """Keys of a call, and which of its queries attend to which of them.
 
     Attributes:
-        k, v: ``[rows, num_heads_kv, dim]``.
+        rows: of keys and values, ``[num_rows, num_heads_kv, dim]``.
         launches: calls over the first ``num_keys`` of these rows, with lists of their own.
         factor: of the results: 1, or NaN if rows did not fit; ``[]``. None where that cannot be.
     """
 
-    k: Tensor
-    v: Tensor
+    rows: Tensor
     launches: list[Launch]
     factor: Tensor | None
 
@@ -94,13 +93,13 @@ def num_tokens(runs: tuple[Run, ...]) -> int:
 
 
 def choose_way(
-    pattern: SparsePattern, k: Tensor, v: Tensor, runtime: KeyRuntime, key: DistAttnRuntimeKey, options: FetchOptions
+    pattern: SparsePattern, kv: Tensor, runtime: KeyRuntime, key: DistAttnRuntimeKey, options: FetchOptions
 ) -> Way:
     """The way that is asked for, or predicted to be faster; of shapes alone."""
     dispatch = runtime.shard.dispatch
     if dispatch.cp_size == 1 or not dispatch.total_seqlen or options.fetch == "all":
         return Way(False, 0, False)
-    places = _places(runtime, k.device)
+    places = _places(runtime, kv.device)
     longest = max(places.num_keys)
     most = longest
     if not pattern.is_mask and len(pattern.tensors) == 1:
@@ -111,7 +110,7 @@ def choose_way(
     way = Way(True, capacity, capacity < most)
     if options.fetch == "selected":
         return way
-    row_bytes = k.shape[1] * (k.shape[2] + v.shape[2]) * k.element_size()
+    row_bytes = kv.shape[1] * kv.shape[2] * kv.element_size()
     shape = SparseShape(
         dispatch.cp_size, dispatch.total_seqlen, longest, capacity, row_bytes, pattern.num_lists,
         _list_bytes(pattern, places.num_keys), pattern.k_block > 1,
@@ -129,23 +128,18 @@ def _list_bytes(pattern: SparsePattern, num_keys: tuple[int, ...]) -> int:
     return lists * rows * width * pattern.tensors[0].element_size()
 
 
-def all_keys(k: Tensor, v: Tensor, runtime: KeyRuntime, key: DistAttnRuntimeKey) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole sequence, in its order, ``[total_seqlen, num_heads_kv, head_dim]``. Collective.
+def all_keys(kv: Tensor, runtime: KeyRuntime, key: DistAttnRuntimeKey) -> Tensor:
+    """Keys and values of the whole sequence, in its order, ``[total_seqlen, num_heads_kv, dim]``. Collective.
 
-    Gradients are summed over the ranks in the dtype of k.
+    Gradients are summed over the ranks in the dtype of kv.
     """
-    args = runtime.shard.undispatch_args(k.device)
+    args = runtime.shard.undispatch_args(kv.device)
     with renamed("x_local", "k"):
-        both = undispatch(
-            torch.cat([k, v], dim=-1), args, runtime.group, is_partial_grad=True, verify=key.config.comm.verify
-        )
-    found = both.split([k.shape[-1], v.shape[-1]], dim=-1)
-    return found[0], found[1]
+        return undispatch(kv, args, runtime.group, is_partial_grad=True, verify=key.config.comm.verify)
 
 
 def selected_keys(
-    k: Tensor,
-    v: Tensor,
+    kv: Tensor,
     pattern: SparsePattern,
     runs: tuple[Run, ...],
     runtime: KeyRuntime,
@@ -161,7 +155,7 @@ def selected_keys(
     Raises:
         RuntimeError: rows do not fit, in this call (on CPUs) or in an earlier one.
     """
-    group, verify, device = runtime.group, key.config.comm.verify, k.device
+    group, verify, device = runtime.group, key.config.comm.verify, kv.device
     places, tables = _places(runtime, device), None
     if pattern.k_block > 1:
         tables = _tables(runtime, runs, pattern, device)
@@ -174,9 +168,8 @@ def selected_keys(
     if way.may_overflow:
         assert requests.most is not None
         # Where the host has not read the number, results are no numbers.
-        factor = torch.where(requests.most > way.capacity, torch.nan, 1.0).to(k.dtype)
-    kv = torch.cat([resolved(k), resolved(v)], dim=-1)[: places.num_own]
-    found = fetch(kv, requests, group, verify)
+        factor = torch.where(requests.most > way.capacity, torch.nan, 1.0).to(kv.dtype)
+    found = fetch(resolved(kv)[: places.num_own], requests, group, verify)
     if tables is None:
         num_rows, table = len(found), requests.source
         entries = renumbered(pattern.tensors[0], table)
@@ -191,8 +184,7 @@ def selected_keys(
         tokens = torch.cat([own, requests.fetched], 1)
         found = packed_rows(found, packed, requests.source, tokens)
         launches = packed.launches(pattern)
-    parts = found.split([k.shape[-1], v.shape[-1]], dim=-1)
-    return Keys(parts[0], parts[1], launches, factor)
+    return Keys(found, launches, factor)
 
 
 class _RequestCall(NamedTuple):

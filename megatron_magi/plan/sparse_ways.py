@@ -48,7 +48,7 @@ def ways_us(shape: SparseShape, rates: Rates) -> WaysUs:
 
     All keys: gathered once, copied to the order of the sequence; gradients zeroed, copied back and summed. Selected
     ones: bits are exchanged, lists renumbered; rows packed, exchanged, and for blocks copied; gradients likewise,
-    and added in fp32. The host issues that as it does a remote stage, which is an assumption.
+    and added in fp32. The host takes as long to issue that as a remote stage, which is an assumption.
     """
     whole, others = shape.num_keys * shape.row_bytes, shape.num_ranks - 1
     moved = max(0, shape.num_keys - shape.longest) * shape.row_bytes
@@ -63,6 +63,7 @@ def ways_us(shape: SparseShape, rates: Rates) -> WaysUs:
         # Packed, and added to fp32 sums that are read and written.
         + _memory_us(prepared + 2 * packed + 5 * packed + copied + 2 * shape.longest * shape.row_bytes, rates)
         + rates.host_stage_forward_us
+        + rates.host_stage_backward_us
     )
     return WaysUs(gathered, selected)
 

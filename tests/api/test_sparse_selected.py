@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_magi import api, block_sparse_attention, index_sparse_attention
+from megatron_magi import api, block_sparse_attention, index_sparse_attention, latent_sparse_attention
 from megatron_magi.api import sparse_keys
 from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.comm import dispatch as dispatch_module
@@ -22,6 +22,8 @@ from tests.api.test_sparse import of_rank
 
 HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 2, 8, 12
 NAMES = ("out", "lse", "max_logits", "dq", "dk", "dv", "dsink")
+LATENT_NAMES = ("out", "lse", "max_logits", "dq", "dkv", "dsink")
+LATENT = {"dim_v": 6, "softmax_scale": 0.3}
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Case:
     """One call: lists, where tokens lie, and options.
 
     Attributes:
-        form: ``keys``, ``mask``, ``lists`` or ``csr``.
+        form: ``keys``, ``latent``, ``mask``, ``lists`` or ``csr``.
         layout: ``contiguous``, ``zigzag``, ``scattered``.
         num_lists: 1 or the number of key heads.
         share: of the keys, or blocks, that a list names.
@@ -47,23 +49,35 @@ class Case:
     dtype: torch.dtype = torch.float64
 
     @property
+    def is_single(self) -> bool:
+        """Whether lists are of single keys."""
+        return self.form in ("keys", "latent")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the results."""
+        return LATENT_NAMES if self.form == "latent" else NAMES
+
+    @property
     def sizes(self) -> dict:
         """Arguments of the attention over blocks."""
         return {"q_block_size": self.q_block, "k_block_size": self.k_block, "causal": self.causal}
 
 
 def inputs(case: Case) -> list[torch.Tensor]:
-    """q, k, v, sink, dout of the whole sequence."""
+    """q, k, v (or one tensor of both), sink, dout of the whole sequence."""
     generator = torch.Generator().manual_seed(case.seed)
     n = case.total
-    shapes = (n, HEADS_Q, DIM), (n, HEADS_KV, DIM), (n, HEADS_KV, DIM_V), (1, HEADS_Q), (n, HEADS_Q, DIM_V)
+    shapes = [(n, HEADS_Q, DIM), (n, HEADS_KV, DIM), (n, HEADS_KV, DIM_V), (1, HEADS_Q), (n, HEADS_Q, DIM_V)]
+    if case.form == "latent":
+        shapes[2:] = (1, HEADS_Q), (n, HEADS_Q, LATENT["dim_v"])
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(case.dtype) for shape in shapes]
 
 
 def lists_of(case: Case) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Lists of the whole sequence, some of them empty; with numbers of -1, and some twice, where the form has these."""
     generator = torch.Generator().manual_seed(case.seed + 1)
-    single = case.form == "keys"
+    single = case.is_single
     rows, columns = (-(-case.total // size) for size in ((1, 1) if single else (case.q_block, case.k_block)))
     mask = torch.rand(case.num_lists, rows, columns, generator=generator) < case.share
     mask &= torch.rand(case.num_lists, rows, 1, generator=generator) < 0.9
@@ -105,13 +119,15 @@ def layout_of(case: Case, num_ranks: int) -> str | list[torch.Tensor]:
 
 def whole(case: Case) -> list[torch.Tensor]:
     """Results of one rank by the dense definition in fp64."""
-    q, k, v, sink, dout = (x.double().requires_grad_() for x in inputs(case))
+    *qkv, sink, dout = (x.double().requires_grad_() for x in inputs(case))
     options = {"sink": sink, "return_max_logits": True, "impl": "reference"}
-    if case.form == "keys":
-        out, meta = index_sparse_attention(q, k, v, lists_of(case), **options)
+    if case.form == "latent":
+        out, meta = latent_sparse_attention(*qkv, lists_of(case), **LATENT, **options)
+    elif case.is_single:
+        out, meta = index_sparse_attention(*qkv, lists_of(case), **options)
     else:
-        out, meta = block_sparse_attention(q, k, v, lists_of(case), **case.sizes, **options)
-    grads = torch.autograd.grad(out, (q, k, v, sink), dout.detach())
+        out, meta = block_sparse_attention(*qkv, lists_of(case), **case.sizes, **options)
+    grads = torch.autograd.grad(out, (*qkv, sink), dout.detach())
     return [out.detach(), meta.lse, meta.max_logits, *grads]
 
 
@@ -135,15 +151,18 @@ class Mine:
         self.sink.requires_grad_()
         self.real = api.dispatch(torch.ones(case.total), self.key).bool()
         positions = api.get_position_ids(self.key)[self.real]
-        self.lists = of_rank(lists_of(case), case.form, positions, case.q_block)
-        if case.form == "keys":
+        form = "keys" if case.is_single else case.form
+        self.lists = of_rank(lists_of(case), form, positions, case.q_block)
+        if case.is_single:
             padding = torch.full((len(self.real) - len(positions), *self.lists.shape[1:]), 7, dtype=torch.int32)
             self.lists = torch.cat([self.lists, padding])
 
     def attend(self, **options) -> tuple[torch.Tensor, api.AttnForwardMeta]:
         """The call."""
         options = {"sink": self.sink, "return_max_logits": True, "fetch": "selected"} | options
-        if self.case.form == "keys":
+        if self.case.form == "latent":
+            return api.calc_latent_sparse_attn(*self.qkv, self.lists, self.key, **LATENT, **options)
+        if self.case.is_single:
             return api.calc_index_sparse_attn(*self.qkv, self.lists, self.key, **options)
         return api.calc_block_sparse_attn(*self.qkv, self.lists, self.key, **self.case.sizes, **options)
 
@@ -163,12 +182,12 @@ class Mine:
 
     def share(self) -> float:
         """What the capacity has to hold."""
-        sizes = {} if self.case.form == "keys" else self.case.sizes
+        sizes = {} if self.case.is_single else self.case.sizes
         return api.selected_key_share(self.lists, self.key, num_heads_kv=HEADS_KV, **sizes)
 
 
 def check(case: Case, found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-12) -> None:
-    for name, x, y in zip(NAMES, found, expected, strict=True):
+    for name, x, y in zip(case.names, found, expected, strict=True):
         torch.testing.assert_close(
             x.double(), y, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{case}: {name}: {text}"
         )
@@ -195,14 +214,15 @@ def run_cases(rank: int, num_ranks: int, todo: list[Case]) -> list[tuple]:
 
 @st.composite
 def drawn_cases(draw) -> Case:
-    form = draw(st.sampled_from(["keys", "mask", "lists", "csr"]))
+    form = draw(st.sampled_from(["keys", "latent", "mask", "lists", "csr"]))
+    single = form in ("keys", "latent")
     return Case(
         form,
-        draw(st.sampled_from([50, 97] if form == "keys" else [200, 333, 512])),
-        1 if form == "keys" else draw(st.sampled_from([8, 16, 40, 64])),
+        draw(st.sampled_from([50, 97] if single else [200, 333, 512])),
+        1 if single else draw(st.sampled_from([8, 16, 40, 64])),
         draw(st.sampled_from([64, 128])),
-        form != "keys" and draw(st.booleans()),
-        draw(st.sampled_from(["contiguous", "zigzag", "scattered"])) if form == "keys" else "scattered",
+        not single and draw(st.booleans()),
+        draw(st.sampled_from(["contiguous", "zigzag", "scattered"])) if single else "scattered",
         draw(st.sampled_from([1, HEADS_KV])),
         draw(st.sampled_from([0.0, 0.02, 0.1, 0.4, 1.0])),
         draw(st.integers(0, 1 << 16)),
@@ -225,8 +245,8 @@ def test_any_lists_in_any_layout_give_what_one_rank_does(ranks, num_ranks: int) 
     check_drawn(num_ranks, ranks)
 
 
-def test_named_layouts_cut_blocks_of_keys(ranks) -> None:
-    """Shards of zigzag that begin and end inside blocks of keys, several of them in one block."""
+def test_layouts_cut_blocks_of_keys(ranks) -> None:
+    """Runs that begin and end inside blocks of keys, in scattered layouts several of a rank in one block."""
     todo = [
         Case(form, total, 8, k_block, causal, layout, share=0.5, seed=total)
         for form, total, k_block, causal, layout in (
@@ -234,6 +254,8 @@ def test_named_layouts_cut_blocks_of_keys(ranks) -> None:
             ("mask", 240, 64, True, "zigzag"),
             ("csr", 336, 128, True, "contiguous"),
             ("csr", 192, 128, False, "zigzag"),
+            ("lists", 333, 64, True, "scattered"),
+            ("mask", 400, 128, True, "scattered"),
         )
     ]
     check_all(todo, ranks(3, run_cases, todo))
@@ -279,7 +301,7 @@ def near_lists(mine: Mine) -> torch.Tensor:
 
 
 def run_bytes(rank: int, num_ranks: int) -> dict:
-    found, mine = {}, Mine(NEAR, num_ranks, rates=replace(DEFAULT, gbytes_per_s=0.01))
+    found, mine = {}, Mine(NEAR, num_ranks, rates=replace(DEFAULT, gbytes_per_s=0.001))
     mine.lists = near_lists(mine)
     with pytest.MonkeyPatch.context() as patch:
         counter = Bytes(patch)
@@ -354,13 +376,14 @@ def run_twice(rank: int, num_ranks: int, cases: list[Case]) -> list[list[list[to
 def test_results_repeat_bit_by_bit_and_are_as_exact_as_with_all_keys(ranks) -> None:
     cases = [
         Case("keys", 96, share=0.3, num_lists=1, dtype=torch.bfloat16),
+        Case("latent", 96, share=0.3, num_lists=1, dtype=torch.bfloat16),
         Case("csr", 320, 16, 64, True, share=0.5, dtype=torch.bfloat16),
     ]
     found = ranks(4, run_twice, cases)
     for at, case in enumerate(cases):
         first, second, gathered = found[0][at]
         assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), case
-        for name, x, y, exact in zip(NAMES, first, gathered, whole(case), strict=True):
+        for name, x, y, exact in zip(case.names, first, gathered, whole(case), strict=True):
             error, of_all = ((z.double() - exact).norm() for z in (x, y))
             assert error <= 1.05 * of_all + 1e-6, (case, name, error, of_all)
 
@@ -394,3 +417,11 @@ def test_ranks_that_differ_get_one_message(ranks) -> None:
 def test_wrong_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         Mine(replace(NEAR, total=128), 1).attend(**options)
+
+
+def test_a_short_block_that_is_not_a_ranks_last_is_refused() -> None:
+    bounds, q = [0, 20], torch.zeros(20, HEADS_Q, DIM)
+    key = api.magi_attn_varlen_key(bounds, bounds, layout=[[16, 17, 18, 19, *range(16)]])
+    blocks = torch.ones(3, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"^q_block_size: .* a short one last"):
+        api.calc_block_sparse_attn(q, q[:, :2], q[:, :2], blocks, key, q_block_size=8, k_block_size=64)

@@ -43,6 +43,7 @@ def test_by_hand():
         DEFAULT,
         collective_us=0.0,
         host_stage_forward_us=0.0,
+        host_stage_backward_us=0.0,
         gbytes_per_s=1.0,
         memory_gbytes_per_s=1000.0,
     )
