@@ -124,6 +124,11 @@ class Plan:
             )
         return self._rank_plans[cp_rank]
 
+    def take_rank_plan(self, plan: RankPlan) -> None:
+        """Takes a rank's part that was sent here from elsewhere, with what is prepared for it, in place of its own."""
+        assert plan.plan_hash == self.plan_hash and plan.cp_size == self.cp_size
+        self._rank_plans[plan.cp_rank] = plan
+
     def stats(self) -> PlanStats:
         """Balance and volume of the plan."""
         areas, received = self._area.tolist(), np.zeros(self.cp_size, dtype=np.int64)
