@@ -399,9 +399,7 @@ def _attend_everywhere(
     return (*home, max_logits), (q, out, lse), saved_keys
 
 
-def _attend(
-    q, k, v, sink, call: CachedCall, rest: _Rest | None = None
-) -> tuple[tuple, Sequence[torch.Tensor]]:
+def _attend(q, k, v, sink, call: CachedCall, rest: _Rest | None = None) -> tuple[tuple, Sequence[torch.Tensor]]:
     """Output, lse and largest logits, and the fetched keys and values that the backward uses."""
     if call.program is not None:
         found = call.program.forward(q, k, v, sink, call.forward_options, call.return_max_logits)
