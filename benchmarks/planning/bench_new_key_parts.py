@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import time
 
 import numpy as np
@@ -52,7 +53,7 @@ def parts_us(lengths: torch.Tensor, num_ranks: int) -> list[float]:
     lap()
     prepare_batch({0: of_rank}, SHAPE, config)
     lap()
-    return [1e6 * (end - begin) for begin, end in zip(at, at[1:], strict=False)]
+    return [1e6 * (end - begin) for begin, end in itertools.pairwise(at)]
 
 
 def measure(name: str, tokens: int, num_ranks: int, num_masks: int, num_runs: int) -> list:

@@ -56,7 +56,7 @@ class PlanAhead:
     def set_model(self, model: torch.nn.Module, config: MagiConfig | None, cp_size: int, cp_rank: int) -> None:
         """Sets all, in the process that trains: workers must not ask for GPUs."""
         heads = heads_of(model.config)
-        like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+        like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0, device="cpu"))
         self.config = planned_config(config, heads)
         self.model_config, self.cp_size, self.cp_rank = model.config, cp_size, cp_rank
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else like.device

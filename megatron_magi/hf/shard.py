@@ -284,7 +284,7 @@ def masks_of(model_config: Any, batch: Mapping[str, Any]) -> list[AttnMask]:
     given = {name: value for name, value in batch.items() if value is not None}
     _check(given, num_axes_of(model_config))
     if "position_ids" not in given:
-        given["position_ids"] = torch.arange(given["input_ids"].shape[1])[None]
+        given["position_ids"] = torch.arange(given["input_ids"].shape[1], device="cpu")[None]
     return Shard(model_config, given, None, []).masks()
 
 
