@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from megatron_magi.comm.agreement import told
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.operands.meta import AttnForwardMeta
-from megatron_magi.plan import Layout
+from megatron_magi.plan import Layout, Plan
 from megatron_magi.runtime.no_compile import outside_graphs
 
 if TYPE_CHECKING:
@@ -436,6 +437,11 @@ def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
 def clear_cache(cp_group: Group = None) -> None:
     """Drops the plans of a group's keys, of all keys when None. Keys stay valid: they are planned again."""
     _RUNTIMES.clear(group_of(cp_group, "cp_group"))
+
+
+def plans_at_hand(plans: Mapping[Hashable, Plan]) -> AbstractContextManager[None]:
+    """Keys that are made meanwhile take plans that were made elsewhere; see `RuntimeCache.plans_at_hand`."""
+    return _RUNTIMES.plans_at_hand(plans)
 
 
 def runtime_of(key: DistAttnRuntimeKey) -> KeyRuntime:

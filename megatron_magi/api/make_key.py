@@ -15,6 +15,7 @@ from megatron_magi import envs
 from megatron_magi.api.configuration import HeadShape, KeyConfig, head_shape_of, magi_config, with_head_shape
 from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.api.runtime import KeyRuntime, RuntimeCache
+from megatron_magi.calibration import with_present_rates
 from megatron_magi.checks import IntArrayLike, renamed
 from megatron_magi.comm.agreement import MAX_VALUES, told
 from megatron_magi.comm.checksum import checksums
@@ -68,6 +69,11 @@ def new_key(
     held = _layout_of(layout, cu_seqlens, mask.total_seqlen_q, config, 1 if group is None else group.size())
     key = DistAttnRuntimeKey(mask, *shape, cp_group=group, config=config, layout=held)
     return _planned(runtimes, key, environment)
+
+
+def planned_config(given: KeyConfig | MagiConfig | None, shape: HeadShape) -> MagiConfig:
+    """The configuration with which keys over one group are planned, whose ``dist_attn_config`` is ``given``."""
+    return with_present_rates(magi_config(given, envs.load().default_config(), None, None, head_shape_of(*shape)))
 
 
 def new_mask_key(

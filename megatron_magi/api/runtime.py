@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from megatron_magi.comm.dispatch import UndispatchArgs
 from megatron_magi.comm.group_collective import GroupCastArgs
 from megatron_magi.comm.groups import exists
 from megatron_magi.comm.roll import RollArgs, make_roll_args
+from megatron_magi.config import MagiConfig
+from megatron_magi.mask import AttnMask
 from megatron_magi.plan import Dispatch, Plan, RankPlan, make_plan, who_computes
 from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.upload import current_device, upload
@@ -29,6 +32,17 @@ def default_device(group: dist.ProcessGroup | None) -> torch.device:
     if device.type == "cuda" and group is not None and "nccl" not in dist.get_backend_config(group):
         return torch.device("cpu")
     return device
+
+
+def request_of(
+    mask: AttnMask,
+    config: MagiConfig,
+    cp_size: int,
+    dispatch: Dispatch | None,
+    compute: Literal["home", "auto"],
+) -> Hashable:
+    """What a plan of a key is made of: arguments of `make_plan`."""
+    return mask, config, cp_size, dispatch, compute
 
 
 class ShardIndex:
@@ -119,6 +133,7 @@ class RuntimeCache:
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
         self._runtimes: LruCache[DistAttnRuntimeKey, KeyRuntime] = LruCache(max_bytes)
+        self._at_hand: Mapping[Hashable, Plan] = {}
         self._most_recent: dict[dist.ProcessGroup | None, DistAttnRuntimeKey] = {}
 
     def __len__(self) -> int:
@@ -153,9 +168,21 @@ class RuntimeCache:
         dispatch = key.layout if shard is None else shard.dispatch
         first = key if key.key_for_dispatch is None else key.key_for_dispatch
         compute = who_computes(key.config.dispatch, first.layout is not None)
-        with renamed("cp_size", "cp_group_or_mesh"):
-            plan = make_plan(key.mask, with_present_rates(key.config), cp_size, dispatch, compute)
+        request = key.mask, with_present_rates(key.config), cp_size, dispatch, compute
+        plan = self._at_hand.get(request_of(*request)) if self._at_hand else None
+        if plan is None:
+            with renamed("cp_size", "cp_group_or_mesh"):
+                plan = make_plan(*request)
         return KeyRuntime(plan, key.cp_group, shard)
+
+    @contextmanager
+    def plans_at_hand(self, plans: Mapping[Hashable, Plan]) -> Iterator[None]:
+        """Keys that are made meanwhile take their plans from these, by `request_of`, where they are there."""
+        before, self._at_hand = self._at_hand, plans
+        try:
+            yield
+        finally:
+            self._at_hand = before
 
     def register(
         self,

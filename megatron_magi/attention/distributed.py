@@ -28,7 +28,7 @@ from megatron_magi.comm.transport import FOR_CAPTURES
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.operands.finite import require_finite
-from megatron_magi.operands.merge import accumulate_dtype, sink_gradient
+from megatron_magi.operands.merge import accumulate_dtype, row_products, sink_gradient
 from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.operands.options import AttnOptions, make_options, written_out
 from megatron_magi.operands.passes import BackwardInputs
@@ -350,8 +350,13 @@ def _agree(
 class _DistributedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, sink, call: CachedCall, plan: RankPlan):
-        (out, lse, max_logits), of_all, saved_keys = _attend_everywhere(q, k, v, sink, call)
+        wants_rest = sink is not None and ctx.needs_input_grad[3] and call.travel is None
+        rest = _Rest() if wants_rest and call.accumulates else None
+        (out, lse, max_logits), of_all, saved_keys = _attend_everywhere(q, k, v, sink, call, rest)
         ctx.call, ctx.plan = call, plan
+        ctx.has_rest = rest is not None and rest.of_out is not None
+        if ctx.has_rest:
+            saved_keys = (rest.of_out, *saved_keys)
         ctx.set_materialize_grads(False)
         q, out_of_all, lse_of_all = of_all
         ctx.save_for_backward(q, k, v, sink, out_of_all, lse_of_all, *saved_keys)
@@ -364,6 +369,7 @@ class _DistributedAttention(torch.autograd.Function):
     def backward(ctx: Any, saved, dout, _dlse, _dmax_logits):
         q, k, v, sink, out, lse, *saved_keys = saved
         call: CachedCall = ctx.call
+        rest = saved_keys.pop(0) if ctx.has_rest else None
         travel, num_rows = call.travel, ctx.plan.num_rows
         if dout is None:
             # Nothing here depends on the output, but this rank must take part for the gradients of other ranks' keys.
@@ -384,7 +390,8 @@ class _DistributedAttention(torch.autograd.Function):
                 delta = call.backend.row_delta(dout, out)
             dsink = None
             if wants_sink:  # of this rank's rows, wherever they were computed
-                dsink = reduce_dsink(sink_gradient(sink, lse[:num_rows], delta[:num_rows]), call)
+                of_sink = delta if rest is None else delta + row_products(dout, rest)
+                dsink = reduce_dsink(sink_gradient(sink, lse[:num_rows], of_sink[:num_rows]), call)
             if grads is None:
                 call.know_stages()
                 grads = _Backward(dout, q, k, v, out, lse, delta, saved_keys, call).run()
@@ -394,7 +401,23 @@ class _DistributedAttention(torch.autograd.Function):
         return dq, dk, dv, dsink, None, None
 
 
-def _attend_everywhere(q, k, v, sink, call: CachedCall) -> tuple[tuple, tuple, Sequence[torch.Tensor]]:
+class _Rest:
+    """What rounding takes off the output of stages, which are merged in fp32; kept for the gradient of a sink.
+
+    That is a sum over rows of products of the output, whose rounding would be its largest error.
+    """
+
+    of_out: torch.Tensor | None = None
+
+    def note(self, wide: torch.Tensor, narrow: torch.Tensor) -> None:
+        """Keeps the rest in the dtype of ``narrow``; none if both have one dtype."""
+        if wide.dtype != narrow.dtype:
+            self.of_out = (wide - narrow).to(narrow.dtype)
+
+
+def _attend_everywhere(
+    q, k, v, sink, call: CachedCall, rest: _Rest | None = None
+) -> tuple[tuple, tuple, Sequence[torch.Tensor]]:
     """As `_attend`, of this rank's rows, some of which other ranks may compute.
 
     Returns:
@@ -403,7 +426,7 @@ def _attend_everywhere(q, k, v, sink, call: CachedCall) -> tuple[tuple, tuple, S
     """
     travel = call.travel
     if travel is None:
-        found, saved_keys = _attend(q, k, v, sink, call)
+        found, saved_keys = _attend(q, k, v, sink, call, rest)
         return found, (q, *found[:2]), saved_keys
     of_rows = [q, sink] if sink is not None and call.sink_layout == "ssh" else [q]
     q, *of_rows = travel.to_hosts(of_rows, call.group, call.comm_impl)
@@ -412,14 +435,14 @@ def _attend_everywhere(q, k, v, sink, call: CachedCall) -> tuple[tuple, tuple, S
     return (*home, max_logits), (q, out, lse), saved_keys
 
 
-def _attend(q, k, v, sink, call: CachedCall) -> tuple[tuple, Sequence[torch.Tensor]]:
+def _attend(q, k, v, sink, call: CachedCall, rest: _Rest | None = None) -> tuple[tuple, Sequence[torch.Tensor]]:
     """Output, lse and largest logits, and the fetched keys and values that the backward uses."""
     if call.program is not None:
         found = call.program.forward(q, k, v, sink, call.forward_options, call.return_max_logits)
         if found is not None:
             return found, ()
     walk = _Forward(q, k, v, sink, call)
-    return walk.run(), walk.saved_keys
+    return walk.run(rest), walk.saved_keys
 
 
 class _Forward:
@@ -434,7 +457,7 @@ class _Forward:
         self._max_logits: torch.Tensor | None = None
         self.saved_keys: list[torch.Tensor] = []
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def run(self, rest: _Rest | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         self._call.know_stages()
         for step in self._schedule.forward:
             if step.kind is StepKind.FETCH:
@@ -443,7 +466,10 @@ class _Forward:
                 assert step.kind is StepKind.ATTEND, f"a forward schedule cannot {step.kind}"
                 self._attend(step.stage)
         assert self._out is not None and self._lse is not None and not self._fetches
-        return self._out.to(self._q.dtype), self._lse, self._max_logits
+        out = self._out.to(self._q.dtype)
+        if rest is not None:
+            rest.note(self._out, out)
+        return out, self._lse, self._max_logits
 
     def _attend(self, stage: int) -> None:
         k, v = (self._k, self._v) if stage == 0 else cleared(self._fetches.pop(stage).wait(), self._call.tail)

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 
+from megatron_magi.hf.planning_collator import PlanAhead, PlanningCollator
+
 if TYPE_CHECKING:
     from accelerate import Accelerator, ParallelismConfig
 
@@ -30,8 +32,8 @@ class BatchRank(NamedTuple):
         return cls(parallel.total_size // sharing, process_index // sharing)
 
 
-def prepare_by_batch(accelerator: Accelerator, parallel: ParallelismConfig) -> None:
-    """Has an accelerator prepare data loaders by `BatchRank`, streams among them."""
+def prepare_by_batch(accelerator: Accelerator, parallel: ParallelismConfig, ahead: PlanAhead) -> None:
+    """Has an accelerator prepare data loaders by `BatchRank`, streams among them, whose workers plan ``ahead``."""
     prepare, rank = accelerator.prepare_data_loader, BatchRank.of(parallel, accelerator.process_index)
     # By its name, as it makes new ones to skip batches when training is resumed.
     accelerate.data_loader.DataLoaderDispatcher = BatchDispatcher
@@ -43,6 +45,7 @@ def prepare_by_batch(accelerator: Accelerator, parallel: ParallelismConfig) -> N
         prepared = prepare(data_loader, *args, **kwargs)
         if rank.count == 1:
             _draw_alike(prepared)
+        _plan_in_workers(prepared, ahead)
         return prepared
 
     accelerator.prepare_data_loader = prepare_data_loader
@@ -64,6 +67,14 @@ def _draw_alike(loader: DataLoader) -> None:
     """Where all ranks read the same batches they draw orders of samples, and seeds of workers, from rank 0's state."""
     if isinstance(loader, DataLoaderShard) and "torch" not in (loader.rng_types or ()):
         loader.rng_types = [*(loader.rng_types or ()), "torch"]
+
+
+def _plan_in_workers(loader: DataLoader, ahead: PlanAhead) -> None:
+    """Not where rank 0 reads for others, and sends them tensors alone."""
+    inner = getattr(loader, "base_dataloader", None)
+    has_workers = isinstance(loader, DataLoaderShard) and inner is not None and inner.num_workers > 0
+    if has_workers and not isinstance(inner.collate_fn, PlanningCollator):
+        inner.collate_fn = PlanningCollator(inner.collate_fn, ahead)
 
 
 class BatchDispatcher(DataLoaderDispatcher):

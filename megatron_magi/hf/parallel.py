@@ -24,6 +24,7 @@ from megatron_magi.hf.loaders import prepare_by_batch
 from megatron_magi.hf.media import decoder_of, embedded, give_to_decoder
 from megatron_magi.hf.numbering import check_ropes
 from megatron_magi.hf.outputs import gathered, whole
+from megatron_magi.hf.planning_collator import PlanAhead
 from megatron_magi.hf.shard import sharded
 from megatron_magi.runtime.no_compile import outside_graphs
 
@@ -173,7 +174,7 @@ class MagiParallelismConfig(ParallelismConfig):
             return
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise ValueError("parallelism_config: cp_size above 1 works with FSDP2 or DDP, not with DeepSpeed")
-        group = self.get_device_mesh()["cp"].get_group()
+        group, ahead = self.get_device_mesh()["cp"].get_group(), PlanAhead()
 
         def sharded(prepare: Callable) -> Callable:
             def prepare_context_parallel(*args: Any, **kwargs: Any) -> Any:
@@ -182,6 +183,7 @@ class MagiParallelismConfig(ParallelismConfig):
                         continue
                     if not getattr(model, "_is_accelerate_prepared", False):
                         context_parallel(_pretrained(model), group, self.magi_config)
+                        ahead.set_model(_pretrained(model), self.magi_config, group.size(), group.rank())
                     elif accelerator.distributed_type in _DDP and not isinstance(model, DistributedDataParallel):
                         _refuse_training_after_evaluation(args)
                 return prepare(*args, **kwargs)
@@ -190,7 +192,7 @@ class MagiParallelismConfig(ParallelismConfig):
 
         # The Trainer calls the second one where it evaluates alone.
         accelerator.prepare, accelerator.prepare_model = map(sharded, (accelerator.prepare, accelerator.prepare_model))
-        prepare_by_batch(accelerator, self)
+        prepare_by_batch(accelerator, self, ahead)
         accelerator.gather_for_metrics = _OncePerBatch(accelerator, self).gather_for_metrics
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_magi.api import (
     make_flex_key_for_new_mask_after_dispatch,
     undispatch,
 )
+from megatron_magi.api.functions import plans_at_hand
 from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.comm.groups import Group, group_of
@@ -46,10 +47,14 @@ from megatron_magi.hf.mask_functions import (
 from megatron_magi.hf.numbering import check_ropes
 from megatron_magi.mask import AttnMask
 from megatron_magi.operands.options import check_tensor
+from megatron_magi.plan import Plan
 from megatron_magi.runtime.no_compile import outside_graphs
 
 IGNORED = -100
 """The label that has no loss."""
+
+PLANS = "magi_plans"
+"""The name of what a batch was planned to in a data loader's worker (`hf.planning_collator`)."""
 
 COMPARED = ("input_ids", "labels", "shift_labels", "position_ids")
 """What is compared over the ranks. ``inputs_embeds`` are not: ranks compute them, each with its own rounding."""
@@ -87,6 +92,7 @@ class Shard:
     ) -> None:
         tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch["inputs_embeds"]
         self.group, self.num_calls = group, 0
+        self._plans: Mapping[Hashable, Plan] = {}
         self.batch_size, self.seqlen = int(tokens.shape[0]), int(tokens.shape[1])
         self.num_predictions, self.is_of_model = self.seqlen, False
         self._model_config = model_config
@@ -108,15 +114,28 @@ class Shard:
             check_ropes(model_config)
         self._first_mask = self._mask(_widest(model_config.get_text_config()))
 
-    def plan(self, config: MagiConfig | None, names: Iterable[str]) -> None:
-        """Makes the key; collective. Compares over the ranks what was read under ``names``; 0 where none was given."""
-        self.key = magi_attn_flex_key(
-            *self._first_mask.to_ranges(),
-            *heads_of(self._model_config),
-            cp_group_or_mesh=self.group,
-            dist_attn_config=config,
-            compare={name: self._checksums.get(name, 0) for name in names},
-        )
+    def plan(self, config: MagiConfig | None, names: Iterable[str], plans: Mapping[Hashable, Plan]) -> None:
+        """Makes the key; collective. Compares over the ranks what was read under ``names``; 0 where none was given.
+
+        ``plans``: those that a worker has made.
+        """
+        self._plans = plans
+        with plans_at_hand(plans):
+            self.key = magi_attn_flex_key(
+                *self._first_mask.to_ranges(),
+                *heads_of(self._model_config),
+                cp_group_or_mesh=self.group,
+                dist_attn_config=config,
+                compare={name: self._checksums.get(name, 0) for name in names},
+            )
+
+    def masks(self) -> list[AttnMask]:
+        """The masks of the kinds of layers that the model's configuration names, that of the key first."""
+        found = {self._first_mask: None}
+        if self._magi_mask is None:
+            for mask_function in _of_kinds(self._model_config.get_text_config()):
+                found[self._mask(mask_function)] = None
+        return list(found)
 
     def positions(self, device: torch.device) -> Tensor:
         """The places of this rank's rows in their documents, ``[1, num_rows]``."""
@@ -134,7 +153,9 @@ class Shard:
         mask = self._mask(mask_function)
         if mask == self.key.mask:
             return ShardMask(self, self.key)
-        return ShardMask(self, make_flex_key_for_new_mask_after_dispatch(*mask.to_ranges()[:3], self.key))
+        with plans_at_hand(self._plans):
+            key = make_flex_key_for_new_mask_after_dispatch(*mask.to_ranges()[:3], self.key)
+        return ShardMask(self, key)
 
     def dispatch(self, x: Tensor, pad_value: float = 0, is_partial_grad: bool = False) -> Tensor:
         """Returns this rank's rows ``[1, num_rows, ...]`` of ``[batch_size, seqlen, ...]``, the same on all ranks.
@@ -236,6 +257,7 @@ def sharded(
     others = others or {}
     with made_on_all_ranks(group, config):
         given = {name: value for name, value in batch.items() if value is not None}
+        planned = given.pop(PLANS, None)
         tokens = given.get("input_ids", given.get("inputs_embeds"))
         if tokens is None:
             raise ValueError("input_ids: none were given, and no inputs_embeds")
@@ -248,9 +270,23 @@ def sharded(
         if is_shifted_here:
             given["shift_labels"] = torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)
         shard = Shard(model_config, {**others, **given}, group, compared)
-    shard.plan(config, (*COMPARED, *others))
+        plans = {} if planned is None else planned.at_hand(tokens.device)
+    shard.plan(config, (*COMPARED, *others), plans)
     shard.num_predictions -= is_shifted_here
     return _rows_of(given, shard), shard
+
+
+def masks_of(model_config: Any, batch: Mapping[str, Any]) -> list[AttnMask]:
+    """The masks of a batch for `shard_batch`, that of the key first; without a group.
+
+    Raises:
+        ValueError: an argument, named in the message, is wrong or cannot be sharded.
+    """
+    given = {name: value for name, value in batch.items() if value is not None}
+    _check(given, num_axes_of(model_config))
+    if "position_ids" not in given:
+        given["position_ids"] = torch.arange(given["input_ids"].shape[1], device="cpu")[None]
+    return Shard(model_config, given, None, []).masks()
 
 
 def _rows_of(given: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
@@ -355,6 +391,19 @@ def _widest_layer(text_config: Any) -> Any:
         return text_config
     kinds = list(getattr(text_config, "layer_types", None) or ())
     return text_config.per_layer_config[kinds.index("full_attention") if "full_attention" in kinds else 0]
+
+
+def _of_kinds(text_config: Any) -> list[Callable]:
+    """The mask functions of kinds of layers that see less than others."""
+    kinds = set(getattr(text_config, "layer_types", None) or ())
+    window, chunk = getattr(text_config, "sliding_window", None), getattr(text_config, "attention_chunk_size", None)
+    found: list[Callable] = []
+    if window and "sliding_attention" in kinds:
+        found.append(masking_utils.sliding_window_causal_mask_function(window))
+    if chunk and "chunked_attention" in kinds:
+        left = torch.zeros(1, dtype=torch.int64, device="cpu")
+        found.append(masking_utils.chunked_causal_mask_function(chunk, left))
+    return found
 
 
 def _widest(text_config: Any) -> Callable:

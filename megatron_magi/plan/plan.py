@@ -137,6 +137,11 @@ class Plan:
             )
         return self._rank_plans[cp_rank]
 
+    def take_rank_plan(self, plan: RankPlan) -> None:
+        """Takes a rank's part that was sent here from elsewhere, with what is prepared for it, in place of its own."""
+        assert plan.plan_hash == self.plan_hash and plan.cp_size == self.cp_size
+        self._rank_plans[plan.cp_rank] = plan
+
     def stats(self) -> PlanStats:
         """Balance and volume of the plan."""
         received, guests = np.zeros(self.cp_size, dtype=np.int64), np.zeros(self.cp_size, dtype=np.int64)
