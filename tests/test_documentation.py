@@ -165,6 +165,19 @@ def test_places_in_the_code_that_guides_name_exist(page):
     assert missing == []
 
 
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+"""A test, as pytest names it."""
+
+
+def test_reports_of_wrong_numbers_name_tests_that_are_there():
+    rows = re.findall(r"^\| (?!report |---)(.*) \|$", (ROOT / "docs/reported_faults.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    assert [row for row in rows if not TEST.search(row)] == []
+    named = {found for page in PAGES for found in TEST.findall((ROOT / page).read_text())}
+    missing = [(file, name) for file, name in named if not (ROOT / file).exists() or name not in names_in(ROOT / file)]
+    assert missing == []
+
+
 def test_the_map_of_the_readme_names_what_exists():
     (table,) = re.findall(
         r"^## Where things are$(.*?)(?=^## )", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.M

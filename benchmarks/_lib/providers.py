@@ -251,7 +251,7 @@ class Flex(_HeadsFirst):
 
         if case.length > self.max_length:
             raise Unavailable(f"a block mask of more than {self.max_length} tokens does not fit")
-        self._attention = _compiled_flex()
+        self._attention = compiled_flex()
         self._block_mask = None
         if case.name != "full":
             n, device = case.length, self.problem.q.device
@@ -354,7 +354,8 @@ def _in_one_of_four(group: Tensor, first: Tensor, last: Tensor) -> Callable[...,
 
 
 @cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def compiled_flex() -> Callable[..., Tensor]:
+    """FlexAttention, compiled anew for each mask and length."""
     import torch._dynamo
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -252,8 +252,8 @@ def check_config(args: Namespace, default: MagiConfig) -> None:
         default: what holds where the command line says nothing.
 
     Raises:
-        ValueError: it asks for uneven shards, for sums of gradients that are summed already, or for queries that travel
-            in captured iterations.
+        ValueError: it asks for uneven shards, for sums of gradients that are summed already, for queries that travel in
+            captured iterations, or for groups of heads where the largest logits are wanted.
     """
     if default.comm.dsink_all_reduce == "sum" and args.softmax_type == "learnable" and args.context_parallel_size > 1:
         raise ValueError(
@@ -265,6 +265,12 @@ def check_config(args: Namespace, default: MagiConfig) -> None:
     is_captured = args.context_parallel_size > 1 and getattr(args, "cuda_graph_impl", "none") == "full_iteration"
     if is_captured and default.dispatch.queries == "travel":
         raise ValueError("dispatch.queries: 'travel' (MAGI_ATTENTION_QO_COMM=1) does not go with captured iterations")
+    wants_logits = args.qk_clip or args.log_max_attention_logit
+    if default.dispatch.flatten_head_groups and args.context_parallel_size > 1 and wants_logits:
+        raise ValueError(
+            "dispatch.flatten_head_groups: True (MAGI_ATTENTION_FLATTEN_HEAD_GROUPS=1) does not go with --qk-clip or "
+            "--log-max-attention-logit, which want the largest logit of each head"
+        )
 
 
 def check_masks(

@@ -59,8 +59,8 @@ def latent_sparse_attention(
         sanity_check: look for NaN and inf in q, kv, the sink (NaN alone) and the gradient of the output, and for
             indices that are wrong: a pass over memory and a wait for the device each.
         impl: ``auto``, ``reference`` (the listed keys of some queries at a time) or ``triton`` (head_dim up to 576,
-            with dim_v up to 512 and up to 64 elements behind; it has not run on a GPU yet and is taken by name alone);
-            one that is named never falls back.
+            with dim_v up to 512, in fp32 128, and up to 64 elements behind; it has not run on a GPU yet and is taken by
+            name alone); one that is named never falls back.
 
     Returns:
         ``(out, meta)``: out ``[num_tokens_q, num_heads_q, dim_v]`` in the dtype of q; ``meta.lse`` ``[num_tokens_q,

@@ -57,7 +57,7 @@ def block_sparse_attention(
             - a mask, bool ``[num_heads_kv, num_q_blocks, num_k_blocks]``;
             - lists of one length, int ``[num_heads_kv, num_q_blocks, topk]``; -1 is passed over;
             - CSR, a tuple of offsets, int ``[num_heads_kv, num_q_blocks + 1]``, and numbers of blocks, int ``[n]``:
-              those of block i lie at ``offsets[i]`` to ``offsets[i + 1]``.
+              those of block i lie at ``offsets[i]`` to ``offsets[i + 1]``. Offsets never fall, and lie in 0 to n.
 
             The order of a list is free. A block that a list names twice counts twice. Numbers behind the last block
             are a ValueError on a CPU and with ``sanity_check``, else passed over, as in compiled functions.

@@ -251,6 +251,19 @@ def test_captured_queries_do_not_travel(monkeypatch: pytest.MonkeyPatch, cp_size
             assert magi_config(args, travel).dispatch.queries == "travel"
 
 
+@pytest.mark.parametrize("flag", ["--log-max-attention-logit", None])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_groups_of_heads_do_not_go_with_largest_logits(monkeypatch: pytest.MonkeyPatch, cp_size: int, flag) -> None:
+    flatten = MagiConfig(dispatch=DispatchConfig(flatten_head_groups=True))
+    args = _parse(monkeypatch, *([flag] if flag else []), "--context-parallel-size", str(cp_size))
+    args.params_dtype, args.kv_channels = torch.bfloat16, 16
+    if flag and cp_size > 1:
+        with pytest.raises(ValueError, match=r"^dispatch.flatten_head_groups: True .* largest logit of each head"):
+            magi_config(args, flatten)
+    else:
+        assert magi_config(args, flatten).dispatch.flatten_head_groups
+
+
 MLA = ["--multi-latent-attention", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "12"]
 
 

@@ -14,7 +14,10 @@ and not the kernel:
 - ``subgroups``: each document on as many ranks as its work asks for, 1, 2, 4 ..., in a zigzag ring there (Megatron's
   dynamic context parallelism).
 
-``torch_ring`` and ``torch_all_gather`` are PyTorch's own `context_parallel`, over PyTorch's own kernels.
+``torch_ring`` and ``torch_all_gather`` are PyTorch's own `context_parallel`, over PyTorch's own kernels; accelerate's
+context parallelism calls the same (by default the second), for causal masks alone. ``torch_flex``,
+``torch_flex_head_tail`` and ``torch_flex_blocks`` are PyTorch's FlexAttention under context parallelism, without and
+with its load balancers.
 
 Unlike in other implementations documents need no padding: pieces and shards may differ in length.
 """
@@ -25,6 +28,7 @@ from benchmarks._lib.baselines.base import Baseline, Cluster, Unsupported
 from benchmarks._lib.baselines.gather import AllGather
 from benchmarks._lib.baselines.ring import DoubleRing, Ring
 from benchmarks._lib.baselines.subgroups import Subgroups
+from benchmarks._lib.baselines.torch_flex import TorchFlex, TorchFlexBlocks, TorchFlexHeadTail
 from benchmarks._lib.baselines.torch_native import TorchAllGather, TorchRing
 from benchmarks._lib.baselines.ulysses import USP, Ulysses
 
@@ -37,6 +41,9 @@ BASELINES: dict[str, type[Baseline]] = {
     "subgroups": Subgroups,
     "torch_ring": TorchRing,
     "torch_all_gather": TorchAllGather,
+    "torch_flex": TorchFlex,
+    "torch_flex_head_tail": TorchFlexHeadTail,
+    "torch_flex_blocks": TorchFlexBlocks,
 }
 """By name, in the order of tables and charts."""
 

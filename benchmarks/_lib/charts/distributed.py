@@ -14,8 +14,10 @@ COLORS = {
     "magi_zigzag": "#e39a94", "magi_zigzag_travel": "#b5504a", "magi_contiguous": "#efc4bf",
     "magi_contiguous_travel": "#d17f79", "magi_zigzag_stages": "#f0cdb5", "ring": "#3b6fb6", "double_ring": "#7fa8d9",
     "all_gather": "#8c8c8c", "ulysses": "#5aa3a0", "usp": "#b8a13c", "subgroups": "#7d5a9e",
-    "torch_ring": "#b8632f", "torch_all_gather": "#d99a6c",
+    "torch_ring": "#b8632f", "torch_all_gather": "#d99a6c", "torch_flex": "#5b7b3a",
+    "torch_flex_head_tail": "#86a35f", "torch_flex_blocks": "#b3c896",
     "two_levels": "#6a4c93", "two_levels_native": "#a78bc9",
+    "magi_zigzag_groups": "#7a2f2a", "magi_contiguous_groups": "#a4534e",
 }  # fmt: skip
 TITLES = {
     "alone": "magi, all keys local", "magi": "magi", "magi_stages": "magi, in stages",
@@ -25,7 +27,11 @@ TITLES = {
     "magi_zigzag_stages": "magi, zigzag, in stages", "ring": "ring, zigzag",
     "double_ring": "double ring", "all_gather": "all-gather", "ulysses": "Ulysses", "usp": "USP",
     "subgroups": "subgroups", "torch_ring": "PyTorch, ring", "torch_all_gather": "PyTorch, all-gather",
+    "torch_flex": "PyTorch, flex", "torch_flex_head_tail": "PyTorch, flex, head and tail",
+    "torch_flex_blocks": "PyTorch, flex, blocks",
     "two_levels": "magi, two levels", "two_levels_native": "magi, two levels, native",
+    "magi_zigzag_groups": "magi, zigzag, groups of heads travel",
+    "magi_contiguous_groups": "magi, contiguous, groups of heads travel",
 }  # fmt: skip
 MASKS = {
     "full": "full", "causal": "one causal document", "documents_8": "8 documents", "documents_64": "64 documents",

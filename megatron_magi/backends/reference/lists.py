@@ -45,7 +45,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, pattern: SparsePattern) -> Iterator
     dtype, num_keys, heads_kv = accumulate_dtype(q.dtype), k.shape[0], k.shape[1]
     entries = pattern.tensors[0] if num_keys else pattern.tensors[0][..., :0]
     width = max(entries.shape[2], 1) * (heads_kv * (k.shape[2] + v.shape[2]) + 4 * q.shape[1])
-    step = max(1, CHUNK_BYTES // (width * torch.empty((), dtype=dtype).element_size()))
+    step = max(1, CHUNK_BYTES // (width * dtype.itemsize))
     head = torch.arange(heads_kv, device=k.device)[:, None, None]
     for first in range(0, max(q.shape[0], 1), step):
         listed = entries[:, first : first + step].long()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -81,7 +83,8 @@ def test_every_baseline_computes_the_dense_definition(ranks, num_ranks):
             given = [of_rank[name, case_name] for of_rank in found]
             if isinstance(given[0], str):
                 if name.startswith("torch_"):
-                    assert given[0] == "PyTorch's context parallelism needs GPUs"
+                    reason = "needs GPUs" if "flex" not in name else "are not whole blocks of 128 on each rank"
+                    assert reason in given[0]
                     continue
                 refused = (*WHOLE, "window", "block_causal") if name == "subgroups" else ("window", "block_causal")
                 assert (name in SQUARE and num_ranks == 2) or (name in ZIGZAG and case_name in refused), (
@@ -151,6 +154,73 @@ def run_torch(rank: int, num_ranks: int) -> dict[tuple[str, str], object]:
             errors = [float((a - b[index]).norm() / b[index].norm()) for a, b in zip(have, want, strict=True)]
             found[name, case.name] = errors
     return found
+
+
+FLEX_DOCS = (32, 384, 96)
+FLEX_CASES = {
+    "full": MASKS["full"](512),
+    "causal": MASKS["causal"](512),
+    "documents": Case("documents", builders.varlen(doc_lengths=FLEX_DOCS), True, doc_lengths=FLEX_DOCS),
+    "window": Case("window", builders.sliding_window(512, 99, 0), causal=True, window=100),
+}
+FLEX = ("torch_flex", "torch_flex_head_tail", "torch_flex_blocks")
+
+
+def run_flex(rank: int, num_ranks: int) -> dict[tuple[str, str], object]:
+    """The forward of FlexAttention's ways, fp64; and how keys and values get the gradients of other ranks' copies."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as experimental
+    from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    del num_ranks
+    experimental._compiled_create_block_mask = create_block_mask  # else each mask is compiled
+    cluster, found, generator = Cluster(), {}, torch.Generator().manual_seed(0)
+    whole = [torch.randn(512, heads, 16, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    for name in FLEX:
+        for mask, case in FLEX_CASES.items():
+            try:
+                ready = BASELINES[name](case, cluster, 2)
+            except Unsupported as reason:
+                found[name, mask] = str(reason)
+                continue
+            index = torch.from_numpy(token_index(ready.runs))
+            want, _ = dense_attention(*whole, dense_mask(case.mask))
+            found[name, mask] = index, float((ready.attend(*(x[index] for x in whole)) - want[index]).abs().max())
+    k, v = (torch.ones(1, 1, 2, 1, requires_grad=True) for _ in range(2))
+    gathered = flex_cp_allgather(k, v, 2, torch.distributed.group.WORLD.group_name)
+    sum(x.sum() * (rank + 1) for x in gathered).backward()
+    return {**found, "gradient": float(k.grad.sum())}
+
+
+def test_flex_attention_of_pytorch_computes_the_dense_definition_however_it_is_balanced(ranks):
+    found = ranks(2, run_flex)
+    for name in FLEX:
+        for mask in FLEX_CASES:
+            given = [of_rank[name, mask] for of_rank in found]
+            if (name, mask) == ("torch_flex_head_tail", "full"):
+                assert given == ["head and tail are for causal masks"] * 2
+                continue
+            assert torch.equal(torch.cat([index for index, _ in given]).sort()[0], torch.arange(512)), (name, mask)
+            assert max(error for _, error in given) < 1e-12, (name, mask)
+    assert [of_rank["gradient"] for of_rank in found] == [2 * (1 + 2)] * 2
+
+
+def test_accelerate_calls_pytorchs_way_that_gathers():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
+    from accelerate.utils import TorchContextParallelConfig
+    from torch.distributed.tensor.experimental import _attention as experimental
+    from torch.distributed.tensor.experimental import context_parallel
+
+    before = experimental._cp_options.rotate_method
+    handler = TorchContextParallelConfig()
+    fake = SimpleNamespace(parallelism_config=SimpleNamespace(cp_handler=handler), torch_device_mesh={"cp": None})
+    try:
+        accelerate.Accelerator._prepare_cp(fake)
+        assert fake._cp_context.func is context_parallel
+        assert experimental._cp_options.rotate_method is experimental._RotateMethod.ALL_GATHER
+        assert handler.cp_comm_strategy == "allgather"
+    finally:
+        experimental._cp_options.rotate_method = before
 
 
 @pytest.mark.gpu
