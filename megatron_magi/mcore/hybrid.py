@@ -24,7 +24,7 @@ _NORM = "core.models.hybrid.hybrid_block:TENorm"
 
 
 class MagiHybridModel(MagiModelMixin, HybridModel):
-    """Megatron's hybrid model with plan-driven attention; takes patterns of ``*``, ``+``, ``-``, ``E``, ``M``, ``G``.
+    """Megatron's hybrid model with plan-driven attention, of any layers that `hybrid_pattern.check` lets pass.
 
     Raises:
         ValueError: the pattern has other layers, or another core attention.

@@ -30,7 +30,7 @@ from megatron_magi.mcore.rotary import select_positions
 from megatron_magi.ops.latent_attention import latent_sparse_attention
 from megatron_magi.ops.sparse_attention import index_sparse_attention
 
-_IMPL = {"auto": "auto", "torch": "reference", "triton": "triton"}
+_IMPL = {"auto": "auto", "reference": "reference", "torch": "reference", "triton": "triton"}
 """Of attention, and what computes lists of keys then."""
 
 

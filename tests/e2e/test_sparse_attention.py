@@ -6,7 +6,7 @@ import pytest
 
 from megatron_magi.testing.megatron_launch import PRETRAIN_HYBRID
 from tests.e2e.parity import DIFFERENCES, LOSS_TOLERANCE, NORM_TOLERANCE, Case, Runs
-from tests.e2e.test_hybrid import LATENT, MAGI, RECOMPUTE, TENSOR
+from tests.e2e.test_hybrid import LATENT, MAGI, PIPELINE, RECOMPUTE, TENSOR
 
 ITERATIONS = 3
 """Few, as in the long run rounding changes which of two keys with almost the same score is chosen."""
@@ -30,6 +30,7 @@ CASES = {
     "cp1": hybrid(MAGI, 1, 1),
     "cp2_full_recompute": hybrid(RECOMPUTE),
     "tp2_sp_cp2": hybrid(TENSOR, 4),
+    "pp2_cp2": hybrid((*PIPELINE, "--hybrid-layer-pattern", "D-|D-"), 4),
     "gpt_cp2": Case(
         (*SPARSE, "--experimental-attention-variant", "dsa", "--dsa-indexer-topk-freq", "2"),
         without=WITHOUT,
