@@ -62,6 +62,7 @@ CXX_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.hpp' '*.h')
 SHELL_SOURCES = $(shell git ls-files '*.sh' '*.sbatch')
 
 # Each framework lies in a folder of its own, beside what uv.lock has: tests/frameworks/NAME.txt, without dependencies.
+# torchtitan needs a newer torch than uv.lock has, hence no constraints.
 # The folder is a site-packages, because `dill`, by which `datasets` hashes, takes other modules for a user's.
 FRAMEWORKS ?= $(basename $(notdir $(wildcard tests/frameworks/*.txt)))
 
@@ -70,7 +71,7 @@ test-frameworks: setup $(FRAMEWORKS:%=build/frameworks/%/installed)
 
 build/frameworks/%/installed: tests/frameworks/%.txt
 	rm -rf $(@D)
-	$(UV) pip install -q --python $(PYTHON) --no-deps --target $(@D)/site-packages -r $<
+	$(UV) --no-config pip install -q --python $(PYTHON) --no-deps --target $(@D)/site-packages -r $<
 	@touch $@
 
 lint: setup docs

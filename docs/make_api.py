@@ -44,6 +44,7 @@ SECTIONS = [
     ("Megatron", "megatron.md", {
         "megatron_magi.mcore": ["install"], "megatron_magi.mcore.entry": ["main"],
         "megatron_magi.mcore.core_models": ["with_magi", "attend_by_plan", "dispatcher_of"],
+        "megatron_magi.mcore.tree_segments": ["key_of_segments"],
         "megatron_magi.mcore.dataset_writer": ["write_indexed_dataset"],
         "megatron_magi.mask.microbatch": ["Microbatch"]}),
     ("transformers and accelerate", "hugging_face.md", {"megatron_magi.hf": [

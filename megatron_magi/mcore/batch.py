@@ -21,6 +21,7 @@ from megatron_magi.mcore.carrier import LayerPlans, MagiSeqParams, ShardLayout
 from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.planner import FAILED, SEQUENCES, Fields, PlannedBatch, Planner
 from megatron_magi.mcore.token_order import TokenOrder
+from megatron_magi.mcore.tree_roll import TreeRoll
 from megatron_magi.runtime.upload import current_device
 
 
@@ -164,12 +165,13 @@ class BatchDispatcher:
         order = TokenOrder.from_arrays(named, planned.dispatch.padded_seqlen)
         sources = enumerate(self.planner.masks.sources)
         visible = {source.text: named[f"visible{i}"] for i, source in sources if f"visible{i}" in named}
+        tree = TreeRoll(*(named[name] for name in TreeRoll._fields)) if TreeRoll._fields[0] in named else None
         params = MagiSeqParams(
             qkv_format="sbhd",
             max_seqlen_q=planned.num_positions,
             max_seqlen_kv=planned.num_positions,
             plans=LayerPlans(self.planner, batch.fields, planned, successors, order, visible),
-            layout=ShardLayout(planned.batch_size, len(named["tokens"]), named["positions"], named["roll_keeps"]),
+            layout=ShardLayout(planned.batch_size, len(named["tokens"]), named["positions"], named["roll_keeps"], tree),
             num_loss_tokens=planned.num_loss_tokens,
         )
         return LocalBatch(

@@ -20,6 +20,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mcore.planner import Fields, PlannedBatch, Planner
 from megatron_magi.mcore.token_order import TokenOrder
+from megatron_magi.mcore.tree_roll import TreeRoll
 from megatron_magi.plan import RankPlan
 
 Window = tuple[int, int] | None
@@ -151,12 +152,14 @@ class ShardLayout:
         positions: int64 ``[num_rows]`` on the device, position of each row for rotary embedding.
         roll_keeps: bool ``[num_rows]`` on the device, False where the next token is another
             sequence's (or document's) and on padding.
+        tree: of rows of a prefix tree that are shifted.
     """
 
     batch_size: int
     num_rows: int
     positions: torch.Tensor
     roll_keeps: torch.Tensor
+    tree: TreeRoll | None = None
 
     @property
     def seqlen(self) -> int:

@@ -56,6 +56,7 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
         eod=get_tokenizer().eod if args.reset_attention_mask else None,
         seq_length=None if sample_packing.is_asked_for(args) else buffer_length(args),
         rolls=bool(args.mtp_num_layers),
+        num_depths=args.mtp_num_layers or 0,
         compares=agreement_group is not None,
         has_linear_layers=bool(linear_layers(args)),
         has_sparse_layers=has_sparse_layers(args),

@@ -98,6 +98,8 @@ def roll_tensor(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Each token's successor; 0 at the end of a sequence (or of a document, with ``cu_seqlens``).
 
+    In a prefix tree a loss mask gets the sum over all successors, see `tree_roll`.
+
     A bool tensor is a padding mask. It comes back as it is, also when sequence parallelism has split it:
     padding has no successor and succeeds no token, and what is no padding stays a token.
 
@@ -126,8 +128,12 @@ def roll_tensor(
         return tensor, tensor.sum() if options.get("return_sum", True) else None
     layout = params.layout
     rows = tensor.reshape(-1)
-    rolled = roll(rows, params.plans.successors(rows.device), cp_group)
-    rolled = torch.where(layout.roll_keeps, rolled, torch.zeros_like(rolled)).view_as(tensor)
+    if layout.tree is None:
+        rolled = roll(rows, params.plans.successors(rows.device), cp_group)
+        rolled = torch.where(layout.roll_keeps, rolled, torch.zeros_like(rolled))
+    else:
+        rolled = layout.tree(rows, cp_group)
+    rolled = rolled.view_as(tensor)
     if not options.get("return_sum", True):
         return rolled, None
     count = rolled.sum()

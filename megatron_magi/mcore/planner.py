@@ -21,6 +21,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.microbatch import Microbatch, document_bounds, sequence_bounds
 from megatron_magi.mask.source import LayerMasks, MaskSource
+from megatron_magi.mcore import tree_roll
 from megatron_magi.mcore.layout import bounds_of_documents, dispatch_in, positions_of_rows, visible_keys
 from megatron_magi.plan import Dispatch, PlanSet, PlanStats, RankPlan, make_plan
 
@@ -43,7 +44,8 @@ class PlannedBatch:
             ``positions`` and ``roll_keeps`` of `ShardLayout`; ``padding``, bool, where a rank has some; ``documents``,
             their bounds in the whole microbatch, where they confine attention; ``order_bounds`` and, where rows are
             not in order, ``order_positions`` of `TokenOrder`, where linear layers need it; ``visible0`` and on, of each
-            mask `layout.visible_keys` of this rank's tokens, where layers choose keys; ``roll0`` and on, see `roll`.
+            mask `layout.visible_keys` of this rank's tokens, where layers choose keys; the fields of `TreeRoll` in a
+            prefix tree whose rows are shifted; ``roll0`` and on, see `roll`.
         dispatch: the distribution of tokens that all plans share.
         stats: of the plan that decided it.
         fingerprint: 63 bits that ranks compare; below `FAILED`.
@@ -93,6 +95,7 @@ class Planner:
         eod: token that ends a document, if attention is confined to documents by it.
         seq_length: tokens a sequence in Megatron's tensors, all ranks together, if that is fixed.
         rolls: rows will be shifted by one token, as in multi-token prediction.
+        num_depths: layers of multi-token prediction, for the rows of prefix trees.
         compares: ranks compare what they read; without it the fingerprint is of the plans alone.
         has_linear_layers: layers run through the tokens of documents in their order.
         has_sparse_layers: layers choose keys by an indexer.
@@ -108,6 +111,7 @@ class Planner:
     eod: int | None = None
     seq_length: int | None = None
     rolls: bool = False
+    num_depths: int = 0
     compares: bool = True
     has_linear_layers: bool = False
     has_sparse_layers: bool = False
@@ -146,6 +150,8 @@ class Planner:
             arrays |= _order_arrays(microbatch, dispatched)
         if self.has_sparse_layers:
             arrays |= {f"visible{i}": _visible(mask, index) for i, mask in enumerate(masks.values())}
+        if self.rolls and any(source.text == tree_roll.MASK for source in masks):
+            arrays |= tree_roll.tree_arrays(microbatch, dispatched, self.cp_rank, self.num_depths)
         arrays |= {f"roll{i}": table for i, table in enumerate(made.roll_tables)}
         return PlannedBatch(
             made.prepared.batch(arrays),

@@ -304,11 +304,6 @@ def check_masks(
             f"magi_mask: {found.pop()} knows no bounds of samples that --sequence-packing-scheduler packs; name a mask "
             "inside documents"
         )
-    if args.mtp_num_layers and "prefix_tree" in names:
-        raise ValueError(
-            "mtp_num_layers: multi-token prediction takes the next row for the next token, which in a prefix_tree "
-            "may be another sample's"
-        )
     if hybrid_pattern.linear_layers(args) and "prefix_tree" in names:
         raise ValueError(
             "magi_mask: in a prefix_tree the samples branch off a shared prefix, and linear layers (M, G) have one "

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_magi.checks import IntArrayLike, int_array, integer
+from megatron_magi.checks import IntArrayLike, int_array, int_at_least, integer
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.prefix_tree import mask_of_parents
 
@@ -146,15 +146,18 @@ class PrefixTree:
         }
 
 
-def make_prefix_tree(samples: Sequence[IntArrayLike]) -> PrefixTree:
+def make_prefix_tree(samples: Sequence[IntArrayLike], num_ahead: int = 0) -> PrefixTree:
     """Makes the tree of rollouts: answers to shared prompts, conversations that branch, several prompts side by side.
 
     Args:
         samples: token ids of each rollout, prompt and answer, from its first token on; not negative.
+        num_ahead: layers of multi-token prediction of the model. Samples then share a row only where they agree in so
+            many tokens after its label too (or end there together), as these are predicted from the row.
 
     Raises:
-        ValueError: a sample is empty, or has what is no token.
+        ValueError: a sample is empty, or has what is no token; ``num_ahead`` is negative.
     """
+    num_ahead = int_at_least(num_ahead, "num_ahead", 0)
     if isinstance(samples, str) or not isinstance(samples, Iterable):
         raise ValueError(f"samples: expected token ids of each rollout, got {samples!r}")
     arrays = [int_array(sample, f"samples[{i}]").astype(np.int64) for i, sample in enumerate(samples)]
@@ -168,7 +171,8 @@ def make_prefix_tree(samples: Sequence[IntArrayLike]) -> PrefixTree:
     before, before_rows, num_rows = np.zeros(0, np.int64), np.zeros(0, np.int64), 0
     for i in order:
         sample = arrays[i]
-        shared = max(_common(before, sample) - 1, 0)
+        is_same = np.array_equal(before, sample)
+        shared = len(sample) - 1 if is_same else max(_common(before, sample) - 1 - num_ahead, 0)
         new = np.arange(num_rows, num_rows + len(sample) - 1 - shared)
         before, before_rows = sample, np.concatenate([before_rows[:shared], new])
         rows_of[i] = before_rows

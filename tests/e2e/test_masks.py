@@ -38,21 +38,29 @@ def test_prefix_lm_of_two_odd_sequences_trains_alike_on_one_rank_and_on_three(ru
     assert one.losses[1] != runs.stock(Case(model)).losses[1]
 
 
-def test_tree_of_eight_samples_trains_as_the_samples_by_themselves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mtp_num_layers", [0, 2])
+def test_tree_of_eight_samples_trains_as_the_samples_by_themselves(tmp_path: Path, mtp_num_layers: int) -> None:
     """The example of docs/megatron.md. Each iteration has two trees, or 16 sequences of stock Megatron."""
     block = next(b for b in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "SharedPrompts" in b)
     script = tmp_path / "shared_prompts.py"
-    script.write_text(block)
+    call = "make_prefix_tree([torch.cat([prompt, answer]) for answer in answers]"
+    assert call in block
+    script.write_text(block.replace(call, f"{call}, num_ahead={mtp_num_layers}"))
+    # Megatron weighs the losses of depths by the tokens of a microbatch: here it is a tree, there its samples.
+    weight = ("--mtp-loss-scaling-factor", "1.0")
+    mtp = ("--mtp-num-layers", str(mtp_num_layers), *weight) if mtp_num_layers else ()
 
     def train(script: Path, cp_size: int, global_batch_size: int, *extra: str) -> RunResult:
-        options = ["--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader", *extra]
+        options = ["--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader", *mtp, *extra]
         sizes = {"global_batch_size": global_batch_size, "context_parallel_size": cp_size}
         args = tiny_gpt_args("mock", *options, train_iters=NUM_ITERATIONS, **sizes)
         unused = ("--mock-data", "--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
         args = [a for a in args if a not in unused]
         return launch(args, cp_size, script=str(script), workdir=tmp_path / f"run{cp_size}_{global_batch_size}")
 
-    expected = train(Path(__file__).with_name("separate_prompts.py"), 1, 16)
+    expected = train(
+        Path(__file__).with_name("separate_prompts.py"), 1, 16, *(("--micro-batch-size", "8") if mtp else ())
+    )
     tree = ("--magi-mask", "prefix_tree", *MAGI)
     assert_same_curve(train(script, 1, 2, *tree), expected)
     assert_same_curve(train(script, 2, 2, *tree), expected)

@@ -298,7 +298,6 @@ WINDOW = ["--window-size", "8,0"]
         (["--window-size", "8,8"], "window_size"),
         (["--window-size=-1,-1"], "window_size"),
         (["--magi-layer-masks", f"{__name__}:first_layer_in_blocks", *WINDOW], "window_size"),
-        (["--magi-mask", "prefix_tree", "--mtp-num-layers", "1"], "mtp_num_layers"),
         (["--magi-mask", "nothing"], "magi_mask"),
         (["--magi-mask", ""], "magi_mask"),
         (["--magi-mask", "documents:causal=no"], "magi_mask"),

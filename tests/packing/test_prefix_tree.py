@@ -45,6 +45,17 @@ def test_there_is_one_row_for_each_prefix(samples):
         assert positions.tolist() == list(range(len(sample) - 1))
 
 
+@given(SAMPLES, st.integers(0, 3))
+def test_with_tokens_ahead_a_row_is_shared_by_samples_that_agree_in_them(samples, num_ahead):
+    tree = make_prefix_tree(samples, num_ahead)
+    known, end = set(), [None] * num_ahead  # at a sample's end there is what no token is
+    for sample, rows in zip(samples, tree.gather(np.arange(tree.num_rows)), strict=True):
+        known |= {(row, tuple([*sample, *end][: n + num_ahead])) for n, row in enumerate(rows.tolist(), 2)}
+        assert tree.tokens[rows].tolist() == sample[:-1]
+        assert tree.labels[rows].tolist() == sample[1:]
+    assert len(known) == len({row for row, _ in known}) == len({tokens for _, tokens in known}) == tree.num_rows
+
+
 @given(SAMPLES)
 def test_a_row_sees_what_is_before_it_in_its_samples(samples):
     tree = make_prefix_tree(samples)
@@ -199,6 +210,7 @@ def test_a_tree_without_rows_gets_one_of_no_sample():
         (lambda: make_prefix_tree([[1, 2, 3]]).weights(["all"]), r"samples\[0\]: expected a number"),
         (lambda: make_prefix_tree([[1, 2, 3]]).weights(1), "samples: expected weights of 1 samples, got 1"),
         (lambda: make_prefix_tree([[1, 2, 3]]).item("9", 9), "seqlen: expected an integer, got '9'"),
+        (lambda: make_prefix_tree([[1, 2]], -1), "num_ahead: "),
         (lambda: make_prefix_tree(None), "samples: expected token ids of each rollout, got None"),
     ],
 )
