@@ -30,7 +30,7 @@ LIBRARIES = [
         optional=True,
     )
     for name, sources in (
-        ("megatron_magi.plan._solver", ("solver/solver", "solver/counts", "solver/travel")),
+        ("megatron_magi.plan._solver", ("solver/solver", "solver/counts", "solver/partition", "solver/travel")),
         ("megatron_magi.backends.tiles._tiles", ("solver/tiles",)),
         ("megatron_magi.cuda._calls", ("calls/calls",)),
     )

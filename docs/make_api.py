@@ -14,6 +14,8 @@ import megatron_magi
 ROOT = Path(megatron_magi.__file__).resolve().parents[1]
 HEAD = """# API
 
+For those who write their own training loop and look up a function.
+
 The public functions and classes, each linked to its source. Docstrings have all arguments, shapes, dtypes and errors:
 `help(megatron_magi.api.calc_attn)`. Further names, for code written for MagiAttention, are in
 [migration](migration.md#names-that-are-here); the fields of `MagiConfig` are in
@@ -24,10 +26,11 @@ SECTIONS = [
     ("Context-parallel attention", "own_loop.md", {"megatron_magi.api": [
         "magi_attn_flex_key", "magi_attn_varlen_key", "make_flex_key_for_new_mask_after_dispatch",
         "make_varlen_key_for_new_mask_after_dispatch", "dispatch", "get_position_ids", "calc_attn",
-        "calc_block_sparse_attn", "calc_index_sparse_attn", "undispatch", "roll", "clear_cache", "make_static_key",
-        "StaticKey", "AttnForwardMeta"]}),
+        "calc_block_sparse_attn", "calc_index_sparse_attn", "selected_key_share", "undispatch", "roll", "clear_cache",
+        "make_static_key", "StaticKey", "AttnForwardMeta"]}),
     ("Attention on one device", "own_loop.md#attention-on-one-device", {
-        "megatron_magi": ["slice_attention", "block_sparse_attention", "index_sparse_attention"],
+        "megatron_magi": [
+            "slice_attention", "block_sparse_attention", "index_sparse_attention", "latent_sparse_attention"],
         "megatron_magi.api": ["flex_flash_attn_func"]}),
     ("Masks", "masks.md", {
         "megatron_magi.mask": ["AttnMask"],

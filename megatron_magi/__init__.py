@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_magi.compat.package import as_magi_attention
     from megatron_magi.config import AttendConfig, CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
     from megatron_magi.mask import AttnMask, AttnRange, AttnRanges, AttnSlice, MaskType
+    from megatron_magi.ops.latent_attention import latent_sparse_attention
     from megatron_magi.ops.slice_attention import slice_attention
     from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
     from megatron_magi.plan import make_plan
@@ -48,6 +49,7 @@ __all__ = [
     "distributed_attention",
     "get_position_ids",
     "index_sparse_attention",
+    "latent_sparse_attention",
     "magi_attn_flex_key",
     "magi_attn_varlen_key",
     "make_plan",
@@ -71,6 +73,7 @@ _HOME = {
     ),
     "as_magi_attention": "compat.package",
     "distributed_attention": "attention",
+    "latent_sparse_attention": "ops.latent_attention",
     "make_plan": "plan",
     "slice_attention": "ops.slice_attention",
     **dict.fromkeys(("block_sparse_attention", "index_sparse_attention"), "ops.sparse_attention"),

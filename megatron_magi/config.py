@@ -73,6 +73,8 @@ class DispatchConfig:
         queries: where queries are computed. ``home``: by the rank that holds them. ``travel``: also by others, where
             the predicted step is shorter: q, out, lse and their gradients travel between them. ``auto``: ``travel`` for
             layouts that are given, ``home`` for the planner's, which are even already.
+        flatten_head_groups: queries that travel may do so by groups of heads, each to another rank, where the predicted
+            step is shorter than that with whole rows (`megatron_magi.plan.head_groups`).
     """
 
     algorithm: DispatchAlgorithm = "auto"
@@ -84,6 +86,7 @@ class DispatchConfig:
     planner: PlannerImpl = "auto"
     rates: Rates | None = None
     queries: QueryPlace = "auto"
+    flatten_head_groups: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("queries", self.queries, get_args(QueryPlace))
@@ -91,7 +94,7 @@ class DispatchConfig:
         _check_choice("planner", self.planner, get_args(PlannerImpl))
         if self.rates is not None:
             _check_part("rates", self.rates, Rates)
-        _check_flags(self, "uneven_shard")
+        _check_flags(self, "uneven_shard", "flatten_head_groups")
         if self.chunk_size is not None:
             _check_count("chunk_size", self.chunk_size, 1)
         if self.pad_size is not None:

@@ -159,8 +159,8 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _unneeded(
             PREFIX + "FORWARD_HIGH_PRECISION_REDUCE",
-            "No partial outputs are sent: one rank computes all of a query's output, also where queries travel "
-            "(QO_COMM), merges its stages in fp32 and rounds it once.",
+            "No partial outputs are sent: one rank computes all of a query's output for a head, also where queries "
+            "travel (QO_COMM), merges its stages in fp32 and rounds it once.",
         ),
     ),
     "Performance": (
@@ -251,9 +251,11 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             off_value="python",
             default_text="1 if it is built, else 0",
         ),
-        _unneeded(
-            PREFIX + "FLATTEN_HEAD_GROUPS",
-            "Queries that travel (QO_COMM) do so with all their heads: one rank computes all of a row.",
+        _toggle(
+            "FLATTEN_HEAD_GROUPS",
+            "Queries that travel (QO_COMM) may do so by groups of heads, each to another rank, where the predicted "
+            "step is shorter than with whole rows.",
+            "dispatch.flatten_head_groups",
         ),
         _unneeded(
             PREFIX + "MIN_CHUNKS_PER_RANK",

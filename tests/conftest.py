@@ -10,6 +10,7 @@ import torch
 
 from megatron_magi.backends.registry import BACKENDS
 from megatron_magi.testing.spawn import run_ranks
+from tests import forced
 from tests.gpu_memory import free_memory
 
 if importlib.util.find_spec("hypothesis"):  # files without such tests run without it
@@ -18,6 +19,20 @@ if importlib.util.find_spec("hypothesis"):  # files without such tests run witho
     # Examples may take long where other processes compute too; pytest-timeout ends tests that hang.
     settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any_machine")
+
+
+def pytest_report_header() -> str | None:
+    return f"one backend for tests of ops and attention: {forced.NAME}" if forced.NAME else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call():
+    try:
+        return (yield)
+    except ValueError as error:
+        if (reason := forced.refusal(error)) is not None:
+            pytest.skip(reason)
+        raise
 
 
 def _why_not(item: pytest.Item) -> str | None:

@@ -16,17 +16,21 @@ from megatron_magi.backends.sm90.sparse_lists import lists_of, lists_of_mask, li
 from megatron_magi.mask import builders
 from megatron_magi.operands.sparse_pattern import SparsePattern
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
+from megatron_magi.ops.latent_attention import latent_sparse_attention
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 
 DENSITIES = (0.05, 0.1, 0.25, 0.5)
 TOKENS, LIST_TOKENS = (8192, 32768, 131072), (32768, 65536, 131072, 262144, 524288)
 TOP_TOKENS = (32768, 110592)
 HEADS, VIDEO_HEADS, LIST_HEADS, TOP_HEADS = (64, 8), (24, 24), (128, 1), (7, 7)
+DIMS, LATENT_DIMS = (128, 128), (576, 512)
+LATENT_QUERIES, LATENT_KEYS, LATENT_HEADS, LATENT_TOPK = 4096, (32768, 65536, 131072), (64, 128), (512, 1024, 2048)
+LATENT_SCALE = 192**-0.5  # of DeepSeek-V3's heads before absorption
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed: ``attend(q, k, v, **options)`` returns ``(out, meta)``.
+    """What is timed: ``attend(*tensors, **options)`` returns ``(out, meta)``; tensors are q, k and v, or q and kv.
 
     Attributes:
         shape: queries and keys.
@@ -36,6 +40,9 @@ class Case:
         plan: all that has to be done for a new pattern, on the device.
         mask: bool ``[num_heads_kv or 1, blocks of queries, blocks of keys]`` for peers.
         sizes: of these blocks, ``[blocks]`` each.
+        ours: the implementation here that ``attend`` takes.
+        dims: head dims of q and k, and of v.
+        indices: int32 ``[queries, 1, topk]`` of latent keys, whose first elements are the values, for peers.
     """
 
     name: str
@@ -47,6 +54,27 @@ class Case:
     plan: Callable | None = None
     mask: Tensor | None = None
     sizes: tuple[Tensor, Tensor] | None = None
+    ours: str = "ffa"
+    dims: tuple[int, int] = DIMS
+    indices: Tensor | None = None
+
+    @property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Of the tensors that ``attend`` takes."""
+        (queries, keys), (heads, heads_kv), (dim, dim_v) = self.shape, self.heads, self.dims
+        found = [(queries, heads, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v)]
+        return found[:2] if self.indices is not None else found
+
+    @property
+    def forward_flops(self) -> float:
+        """Of logits and of out."""
+        return 2 * self.shape[0] * self.keys_seen * self.heads[0] * sum(self.dims)
+
+    @property
+    def backward_flops(self) -> float:
+        """Of logits, dk and dq, and of dp and dv."""
+        dim, dim_v = self.dims
+        return self.forward_flops * (3 * dim + 2 * dim_v) / (dim + dim_v)
 
 
 def block_case(name: str, mask: Tensor, tokens: int, heads: tuple[int, int], blocks: tuple[int, int]) -> Case:
@@ -151,6 +179,19 @@ def listed_keys(keys: int, topk: int | None) -> Case:
     return Case(name, (rows, keys), LIST_HEADS, (1, 1), topk, attend)
 
 
+def latent_keys(keys: int, heads: int, topk: int) -> Case:
+    """MLA with absorbed heads over lists of single keys, as in DeepSeek's sparse attention, by kernels in Triton."""
+    stretch = keys // topk  # one key of each
+    first = stretch * torch.arange(topk, device="cuda", dtype=torch.int32)
+    indices = first + torch.randint(0, stretch, (LATENT_QUERIES, 1, topk), device="cuda", dtype=torch.int32)
+
+    def attend(q, kv, **options):
+        return latent_sparse_attention(q, kv, indices, softmax_scale=LATENT_SCALE, impl="triton", **options)
+
+    name, shape = f"mla top {topk}", (LATENT_QUERIES, keys)
+    return Case(name, shape, (heads, 1), (1, 1), topk, attend, ours="triton", dims=LATENT_DIMS, indices=indices)
+
+
 def dense(tokens: int) -> Case:
     mask = builders.full(tokens)
 
@@ -178,6 +219,8 @@ def cases(only: list[str], least: int, most: int) -> Iterator[Case]:
         makers += [(f"blocks {k_block}", keys, partial(listed_blocks, keys, k_block)) for k_block in (128, 64)]
         makers += [(f"index top {topk}", keys, partial(listed_keys, keys, topk)) for topk in (512, 2048)]
         makers.append(("index eighth", keys, partial(listed_keys, keys, None)))
+    for keys, heads, topk in itertools.product(LATENT_KEYS, LATENT_HEADS, LATENT_TOPK):
+        makers.append((f"mla top {topk}", keys, partial(latent_keys, keys, heads, topk)))
     for name, keys, make in makers:
         if least <= keys <= most and (not only or any(name.startswith(prefix) for prefix in only)):
             yield make()

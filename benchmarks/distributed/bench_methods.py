@@ -8,14 +8,15 @@
 Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the default stage by stage and in one launch;
 ``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch, ``magi_contiguous``, with one piece a rank, unless
 that is the default's; ``magi_zigzag_travel`` and ``magi_contiguous_travel``, these with queries that travel, where the
-planner lets any; ``two_levels`` and ``two_levels_native``, half of the ranks taken for a node, inside which rows travel
-through NCCL or `native`; ``alone``, the attention of ``magi`` over keys that are all there, in one launch; the
-baselines of `baselines`, those of FlexAttention only by name. All take turns in one run, in another order each round. A
-time is that of the slowest rank, median over the rounds, of a pass of a whole call with the host ahead, from where the
-devices have met; rates are of visible pairs for each GPU. ``hidden``: share of the time of communication kernels, which
-includes their waiting for other ranks, in which others run at that time, of a forward and a backward under the
-profiler, over all ranks. When ``--max-seconds`` are over what is there is written. ``--plot`` puts files together, of a
-row that is in several the last. Figures that MagiAttention has published of its own are shown too, and named so.
+planner lets any; ``magi_zigzag_groups`` and ``magi_contiguous_groups``, these by eight groups of heads, if named;
+``two_levels`` and ``two_levels_native``, half of the ranks taken for a node, inside which rows travel through NCCL or
+`native`; ``alone``, the attention of ``magi`` over keys that are all there, in one launch; the baselines of
+`baselines`, those of FlexAttention only by name. All take turns in one run, in another order each round. A time is that
+of the slowest rank, median over the rounds, of a pass of a whole call with the host ahead, from where the devices have
+met; rates are of visible pairs for each GPU. ``hidden``: share of the time of communication kernels, which includes
+their waiting for other ranks, in which others run at that time, of a forward and a backward under the profiler, over
+all ranks. When ``--max-seconds`` are over what is there is written. ``--plot`` puts files together, of a row that is in
+several the last. Figures that MagiAttention has published of its own are shown too, and named so.
 """
 
 from __future__ import annotations
@@ -45,18 +46,20 @@ from benchmarks._lib.provenance import write_csv
 from benchmarks._lib.trace import hidden_share
 from megatron_magi.attention import distributed_attention
 from megatron_magi.config import AttendConfig, CommConfig, CommImpl, CostModel, MagiConfig, OverlapConfig
-from megatron_magi.plan import Dispatch, RankPlan, make_plan
+from megatron_magi.plan import Dispatch, Plan, RankPlan, make_plan
+from megatron_magi.plan.plan import hosts_of_groups
 from megatron_magi.testing.spawn import run_ranks
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 64, 8, 128
 HEADER = ["mask", "tokens_a_gpu", "ranks", "way", "forward_ms", "forward_tflops_a_gpu", "backward_ms",
           "backward_tflops_a_gpu", "comm_ms", "hidden", "note"]  # fmt: skip
 TRAVEL = ("magi_zigzag_travel", "magi_contiguous_travel")
+BY_GROUPS = ("magi_zigzag_groups", "magi_contiguous_groups")
 BY_NAME = ("torch_flex", "torch_flex_head_tail", "torch_flex_blocks")
 """Baselines that have not run on a GPU yet: measured where they are asked for."""
 WAYS = ("magi", "magi_zigzag", "magi_contiguous", *TRAVEL, *(name for name in BASELINES if name not in BY_NAME))
 TWO_LEVELS: dict[str, CommImpl] = {"two_levels": "auto", "two_levels_native": "native"}
-ALL_WAYS = (*WAYS, *BY_NAME, *ONE_LAUNCH, *TWO_LEVELS, "alone")
+ALL_WAYS = (*WAYS, *BY_GROUPS, *BY_NAME, *ONE_LAUNCH, *TWO_LEVELS, "alone")
 PUBLISHED = {"full": (665, 535), "causal": (644, 529), "documents_full": (535, 447), "documents_causal": (459, 360)}
 """TFLOP/s a GPU, forward and backward, that MagiAttention has published: its native kernels on 8 H100s, 8k tokens a
 GPU, 64:8 heads of 128; the documents are those of its own benchmark."""
@@ -87,7 +90,7 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
     """
     if name in BASELINES:
         ready = BASELINES[name](case, cluster, HEADS_KV, impl)
-        return Way(num_tokens(ready.runs), ready.attend)
+        return Way(num_tokens(ready.runs), ready.attend, note=ready.note)
     overlap = OverlapConfig(cost=CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM))
     if name in ONE_LAUNCH:
         overlap = replace(overlap, one_launch=ONE_LAUNCH[name])
@@ -100,10 +103,8 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
     dispatch = None if given is None else given(case.length, cluster.num_ranks)
     if dispatch is not None and _ranges(make_plan(case.mask, config, cluster.num_ranks).dispatch) == _ranges(dispatch):
         raise Unsupported("the default dispatches likewise")
-    all_ranks = make_plan(case.mask, config, cluster.num_ranks, dispatch, "auto" if name in TRAVEL else "home")
+    all_ranks = _plan_of(name, case, config, dispatch, cluster.num_ranks)
     stats = all_ranks.stats()
-    if name in TRAVEL and not any(stats.guest_rows):
-        raise Unsupported("no query travels")
     plan = all_ranks.for_rank(cluster.rank)
     if name == "alone":
         alone = Alone(plan, impl)
@@ -113,14 +114,32 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
         return distributed_attention(q, k, v, plan, dist.group.WORLD, config=config)[0]
 
     note = ""
-    if name in TRAVEL:
+    if any(stats.guest_rows):
         share = sum(stats.guest_rows) / case.length
         note = f"{share:.1%} of the queries travel, the largest area is {stats.balance:.2f} of the mean"
     if per_node > 1:
         rows = sum(rows_that_cross(all_ranks.for_rank(r), r, per_node) for r in range(cluster.num_ranks))
         num_bytes = rows * 2 * HEADS_KV * HEAD_DIM * 2 / cluster.num_ranks
         note = f"{num_bytes / 1e6:.1f} MB of keys and values a rank cross between two nodes"
-    return Way(plan.num_rows, attend, note=note)
+    return Way(plan.num_rows // stats.head_groups, attend, note=note)
+
+
+def _plan_of(name: str, case: Case, config: MagiConfig, dispatch: Dispatch | None, num_ranks: int) -> Plan:
+    """The plan of a way of ours.
+
+    Raises:
+        Unsupported: its queries stay at home.
+    """
+    if name in BY_GROUPS:
+        assert dispatch is not None
+        hosts = hosts_of_groups(case.mask, dispatch, config, HEADS_KV)[1]
+        if hosts is None:
+            raise Unsupported("no query travels")
+        return make_plan(case.mask, config, num_ranks, dispatch, hosts, HEADS_KV)
+    plan = make_plan(case.mask, config, num_ranks, dispatch, "auto" if name in TRAVEL else "home")
+    if name in TRAVEL and not any(plan.stats().guest_rows):
+        raise Unsupported("no query travels")
+    return plan
 
 
 def rows_that_cross(plan: RankPlan, rank: int, per_node: int) -> int:

@@ -12,8 +12,11 @@ and ``far_mib`` are what a GPU receives in a forward pass, from its own node and
 ``exposed_ms`` is what the step takes longer than with transfers that take no time.
 
 ``--layouts`` predicts the default dispatch, zigzag and contiguous pieces beside each other, the latter two also with
-queries that travel (`megatron_magi.plan.travel`), and checks nothing. ``mib`` is what a GPU receives of keys and values
-in a forward pass on average, ``query_mib`` of queries, outputs and lse, ``plan_ms`` the time to choose.
+queries that travel (`megatron_magi.plan.travel`), and checks nothing. ``subgroups`` computes each document on 1, 2, 4
+or more ranks by its work, as dynamic context parallelism does (`benchmarks._lib.subgroup_steps`). ``mib`` is what a GPU
+receives of keys and values in a forward pass on average, ``query_mib`` of queries, outputs and lse, ``plan_ms`` the
+time to choose, ``most_rows`` the most tokens that a GPU holds over the mean, to which all other layers' time is
+proportional.
 
 Otherwise first every measured step in `benchmarks/results` is predicted in the same way. Rates between nodes are
 assumed, and nothing here was measured on more than eight GPUs.
@@ -40,6 +43,7 @@ from benchmarks._lib.llama import GROUPS, HEAD_DIM, HEADS, NUM_LAYERS, WINDOW
 from benchmarks._lib.prediction import OVERLAP, OVERLAPS, by_case, overlap_of, predicted
 from benchmarks._lib.provenance import write_csv
 from benchmarks._lib.results import FOLDERS, find_results, read_results
+from benchmarks._lib.subgroup_steps import predict_subgroups
 from megatron_magi.backends.sm90.cost import H100
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.cost_model import Rates
@@ -55,21 +59,21 @@ HEADER = ["mask", "tokens_a_gpu", "gpus", "balance", "near_mib", "far_mib", "far
 CHECK_HEADER = ["file", "case", "gpus", "measured_ms", "predicted_ms", "predicted_over_measured"]
 GPUS = tuple(2**i for i in range(1, 13))
 LAYOUT_HEADER = ["mask", "tokens_a_gpu", "gpus", "layout", "balance", "mib", "most_mib", "query_mib", "step_ms",
-                 "plan_ms"]  # fmt: skip
+                 "plan_ms", "most_rows"]  # fmt: skip
 
 
-def _documents(total: int) -> AttnMask:
-    """Packed causal documents of 1k to 64k tokens, as far as there are so many."""
-    return builders.varlen(
-        doc_lengths=log_uniform_lengths(total, min(1024, total // 2), min(65536, total)), causal=True
-    )
-
-
+DOCUMENTS: dict[str, Callable[[int], Sequence[int]]] = {
+    "causal": lambda total: (total,),
+    # 1k to 64k tokens, as far as there are so many
+    "documents": lambda total: log_uniform_lengths(total, min(1024, total // 2), min(65536, total)),
+    "short_documents": short_documents,
+}
+"""Lengths of the causal documents of masks that consist of them."""
 MASKS: dict[str, Callable[[int], AttnMask]] = {
     "full": builders.full,
     "causal": builders.causal,
-    "documents": _documents,
-    "short_documents": lambda total: builders.varlen(doc_lengths=short_documents(total), causal=True),
+    "documents": lambda total: builders.varlen(doc_lengths=DOCUMENTS["documents"](total), causal=True),
+    "short_documents": lambda total: builders.varlen(doc_lengths=DOCUMENTS["short_documents"](total), causal=True),
     "window": lambda total: builders.sliding_window(total, 1023, 0),
     "block_causal": lambda total: builders.block_causal(total, block_size=1024),
 }
@@ -152,7 +156,14 @@ def layout_rows(name: str, tokens: int, gpus: int, rates: Rates, overlap: Overla
         received = np.array(stats.received_rows) * (cost.row_bytes / 2**20)
         yield [
             name, tokens, gpus, layout, f"{stats.balance:.3f}", f"{received.mean():.1f}", f"{received.max():.1f}",
-            f"{np.mean(stats.guest_rows) * of_query / 2**20:.1f}", f"{step / 1e3:.3f}", f"{plan_ms:.1f}",
+            f"{np.mean(stats.guest_rows) * of_query / 2**20:.1f}", f"{step / 1e3:.3f}", f"{plan_ms:.1f}", "1.000",
+        ]  # fmt: skip
+    if name in DOCUMENTS:
+        found = predict_subgroups(DOCUMENTS[name](total), gpus, True, rates, overlap)
+        received = found.received * (cost.row_bytes / 2**20)
+        yield [
+            name, tokens, gpus, "subgroups", f"{found.area.max() / found.area.mean():.3f}", f"{received.mean():.1f}",
+            f"{received.max():.1f}", "0.0", f"{found.step_us / 1e3:.3f}", "0.0", f"{found.rows.max() / tokens:.3f}",
         ]  # fmt: skip
 
 
@@ -350,8 +361,8 @@ def draw(path: str, rows: list[list], checked: list[list]) -> None:
 
 
 def draw_layouts(path: str, rows: list[list]) -> None:
-    """Step over that of the planned layout (above), and received bytes (below), over GPUs; a column for each mask of
-    which queries travel.
+    """Step over that of the planned layout, largest area over the mean, and received bytes, over GPUs; a column for
+    each mask of which queries travel.
     """
     import matplotlib
 
@@ -360,7 +371,7 @@ def draw_layouts(path: str, rows: list[list]) -> None:
 
     masks = list(dict.fromkeys((line[0], int(line[1])) for line in rows if float(line[7])))
     figure, axes = plt.subplots(
-        2, len(masks), figsize=(3.3 * len(masks), 6), layout="constrained", squeeze=False, sharey="row"
+        3, len(masks), figsize=(3.3 * len(masks), 8), layout="constrained", squeeze=False, sharey="row"
     )
     for column, (name, tokens) in enumerate(masks):
         here = [line for line in rows if (line[0], int(line[1])) == (name, tokens)]
@@ -370,16 +381,19 @@ def draw_layouts(path: str, rows: list[list]) -> None:
             gpus, form = [int(line[2]) for line in lines], "o--" if "travel" in layout else "o-"
             style = {"color": f"C{(color + 1) // 2}", "ms": 3, "label": layout}
             axes[0, column].plot(gpus, [float(line[8]) / planned[line[2]] for line in lines], form, **style)
-            axes[1, column].plot(gpus, [float(line[5]) + float(line[7]) for line in lines], form, **style)
+            axes[1, column].plot(gpus, [float(line[4]) for line in lines], form, **style)
+            axes[2, column].plot(gpus, [float(line[5]) + float(line[7]) for line in lines], form, **style)
         axes[0, column].set(title=f"{name.replace('_', ' ')}, {tokens // 1024}k tokens a GPU", xscale="log")
-        axes[1, column].set(xlabel="GPUs", xscale="log", yscale="log")
+        axes[1, column].set(xscale="log")
+        axes[2, column].set(xlabel="GPUs", xscale="log", yscale="symlog")
         for axis in axes[:, column]:
             axis.set_xticks(gpus, [f"{n:,}" for n in gpus])
             axis.minorticks_off()
             axis.grid(lw=0.3)
-    axes[0, 0].set_ylabel("predicted step / planned layout's")
-    axes[1, 0].set_ylabel("MiB received, forward, mean")
-    axes[1, -1].legend(fontsize=8, frameon=False)
+    for axis, label in zip(axes[:, 0], ("predicted step / planned layout's", "largest area / mean",
+                                        "MiB received, forward, mean"), strict=True):  # fmt: skip
+        axis.set_ylabel(label)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

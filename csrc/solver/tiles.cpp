@@ -2,6 +2,8 @@
 // the plan to memory of the caller, which ends it. Results are equal to those of the Python planner.
 #include "tiles.hpp"
 
+#include "tile_order.hpp"
+
 #define MAGI_EXPORT extern "C" __attribute__((visibility("default")))
 
 using magi::Int;
@@ -10,7 +12,7 @@ using magi::Tiles;
 static_assert(sizeof(magi::Band) == 6 * sizeof(Int));
 
 // Must be incremented whenever results or arguments change, so that a library built from other sources is rejected.
-MAGI_EXPORT Int magi_tiles_version() { return 3; }
+MAGI_EXPORT Int magi_tiles_version() { return 4; }
 
 // `counts` receives the number of tiles, of pieces, and of passes; -1 where these are to be given.
 MAGI_EXPORT Tiles* magi_tiles_begin(const magi::Band* bands, Int count, const magi::TileShape* shape, Int* counts) {
@@ -37,4 +39,31 @@ MAGI_EXPORT void magi_tiles_end(Tiles* tiles, std::int32_t* of_tiles, std::int32
                                 Int* costs) {
   tiles->write(of_tiles, passes, bounds, costs);
   delete tiles;
+}
+
+// `order` receives the tiles in the order of `local_first`.
+MAGI_EXPORT void magi_tiles_local_first(const magi::TilesView* plan, Int first, Int num_arriving, Int late, Int lead,
+                                        Int* order) {
+  const auto found = magi::local_first(*plan, first, num_arriving, late, lead);
+  std::copy(found.begin(), found.end(), order);
+}
+
+MAGI_EXPORT void magi_tiles_drift(const magi::TilesView* plan, double* out) { magi::drift(*plan, out); }
+
+// Time until all items are done if each of `num_sms` takes the next one when it is free.
+MAGI_EXPORT Int magi_tiles_makespan(const Int* costs, Int count, Int num_sms) {
+  return magi::makespan(costs, count, num_sms);
+}
+
+// `out` receives the number of distinct first rows, and of visible pairs.
+MAGI_EXPORT void magi_tiles_facts(const magi::Band* bands, Int count, Int* out) {
+  magi::Ints rows;
+  out[1] = 0;
+  for (Int i = 0; i < count; ++i) {
+    magi::Band band = bands[i];
+    rows.push_back(band.q0);
+    if (band.tighten()) out[1] += magi::area(band);
+  }
+  std::sort(rows.begin(), rows.end());
+  out[0] = std::unique(rows.begin(), rows.end()) - rows.begin();
 }

@@ -2,61 +2,13 @@
 // megatron_magi/backends/sm90/tiles.py and cuts.py.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
 #include <numeric>
-#include <vector>
+
+#include "bands.hpp"
 
 namespace magi {
 
-using Int = std::int64_t;
-using Ints = std::vector<Int>;
-
-constexpr Int kNoDiagonal = Int{1} << 40;
 constexpr Int kEverything = Int{1} << 30;
-
-struct Band {
-  Int q0, q1, k0, k1, d_lo, d_hi;
-
-  bool is_rectangle() const { return d_lo == -kNoDiagonal && d_hi == kNoDiagonal; }
-
-  // Makes the band tight; false if it is empty.
-  bool tighten() {
-    if (d_lo >= d_hi) return false;
-    q0 = std::max(q0, k0 - d_hi + 1);
-    q1 = std::min(q1, k1 - d_lo);
-    k0 = std::max(k0, q0 + d_lo);
-    k1 = std::min(k1, q1 - 1 + d_hi);
-    if (q0 >= q1 || k0 >= k1) return false;
-    if (q1 - 1 + d_lo <= k0) d_lo = -kNoDiagonal;
-    if (q0 + d_hi >= k1) d_hi = kNoDiagonal;
-    return true;
-  }
-};
-using Bands = std::vector<Band>;
-
-struct Range {
-  Int begin, end;
-  bool operator<(const Range& other) const { return begin < other.begin; }
-};
-using Ranges = std::vector<Range>;
-
-inline Int floor_div(Int a, Int b) { return a / b - (a % b < 0); }
-inline Int ceil_div(Int a, Int b) { return -floor_div(-a, b); }
-
-// The union, sorted.
-inline Ranges merged(Ranges ranges) {
-  std::sort(ranges.begin(), ranges.end());
-  Ranges out;
-  for (const Range& range : ranges) {
-    if (out.empty() || range.begin > out.back().end) {
-      out.push_back(range);
-    } else {
-      out.back().end = std::max(out.back().end, range.end);
-    }
-  }
-  return out;
-}
 
 inline Int total(const Ranges& ranges) {
   return std::accumulate(ranges.begin(), ranges.end(), Int{0},
@@ -69,20 +21,6 @@ inline Int common(const Ranges& a, const Ranges& b) {
   for (std::size_t i = 0, j = 0; i < a.size() && j < b.size(); a[i].end < b[j].end ? ++i : ++j)
     sum += std::max<Int>(0, std::min(a[i].end, b[j].end) - std::max(a[i].begin, b[j].begin));
   return sum;
-}
-
-// Cuts bands at rows; `visit` gets each piece, tight, and its segment, by bands and then by segments.
-template <typename Visit>
-void cut_rows(const Bands& bands, const Ints& bounds, Visit visit) {
-  const Int last = static_cast<Int>(bounds.size()) - 1;
-  for (const Band& band : bands) {
-    Int i = std::upper_bound(bounds.begin() + 1, bounds.end(), band.q0) - bounds.begin() - 1;
-    for (; i < last && bounds[i] < band.q1; ++i) {
-      Band piece = band;
-      piece.q0 = std::max(band.q0, bounds[i]), piece.q1 = std::min(band.q1, bounds[i + 1]);
-      if (piece.tighten()) visit(piece, i);
-    }
-  }
 }
 
 // Joins rectangles of the same rows with adjacent columns.

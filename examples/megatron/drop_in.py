@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/megatron/drop_in.py
 
 Nothing of Megatron is patched and no data path changes: tokens, labels and rotary positions are sharded as Megatron
-does it (`get_batch_on_this_cp_rank`), and attention takes them where they are.
+does it (`get_batch_on_this_cp_rank`), and attention takes them where they are. Under Megatron's hybrid context
+parallelism `PackedSeqParams` has the group of each microbatch, of 1, 2, 4 or more ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ VOCABULARY, SEQLEN = 64, 32
 
 
 @functools.lru_cache(maxsize=8)
-def key_of(starts: tuple[int, ...], lengths: tuple[int, ...], group: dist.ProcessGroup):
+def key_of(starts: tuple[int, ...], lengths: tuple[int, ...], group: dist.ProcessGroup | None):
     """Causal documents of ``lengths`` tokens, each padded up to the next of ``starts``, zigzag in each document."""
     ranges = [[start, start + length] for start, length in zip(starts, lengths, strict=False)]
     return magi_attn_flex_key(
@@ -50,26 +51,29 @@ class ZigzagAttention(torch.nn.Module):
 
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params=None, **_options):
         """Attention of this rank's tokens over the tokens of all ranks."""
-        if packed_seq_params is not None:
+        group = self.group
+        if packed_seq_params is not None and packed_seq_params.local_cp_size is not None:
+            group = packed_seq_params.cp_group  # of this microbatch; None: the sequence is whole on this rank
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             padded = packed_seq_params.cu_seqlens_q_padded
             bounds = packed_seq_params.cu_seqlens_q
             starts = tuple((bounds if padded is None else padded).tolist())
-            plan = key_of(starts, tuple(bounds.diff().tolist()), self.group)
+            plan = key_of(starts, tuple(bounds.diff().tolist()), group)
             return calc_attn(query, key, value, plan, softmax_scale=self.softmax_scale)[0].flatten(1)
         seqlen, batch = query.shape[:2]
-        total = seqlen * self.group.size()  # each sequence of the batch is a document
-        plan = key_of(tuple(range(0, batch * total + 1, total)), (total,) * batch, self.group)
+        total = seqlen * (1 if group is None else group.size())  # each sequence of the batch is a document
+        plan = key_of(tuple(range(0, batch * total + 1, total)), (total,) * batch, group)
         rows = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         out = calc_attn(*rows, plan, softmax_scale=self.softmax_scale)[0]
         return out.view(batch, seqlen, -1).transpose(0, 1)
 
 
-def build(attention: type[torch.nn.Module] | None) -> GPTModel:
-    """A small GPT with the given core attention; with Megatron's own when None."""
+def build(attention: type[torch.nn.Module] | None, **options) -> GPTModel:
+    """A small GPT with the given core attention; with Megatron's own when None. ``options``: of its configuration."""
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, attention_dropout=0.0,
         hidden_dropout=0.0, use_cpu_initialization=True, bias_dropout_fusion=False,
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(), **options,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec()
     if attention is not None:

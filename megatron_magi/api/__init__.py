@@ -42,7 +42,7 @@ from megatron_magi.api.functions import (
 from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.api.mask_types import AttnMaskType, GeneralAttnMaskType
 from megatron_magi.api.padding import compute_pad_size, pad_at_dim, unpad_at_dim
-from megatron_magi.api.sparse import calc_block_sparse_attn, calc_index_sparse_attn
+from megatron_magi.api.sparse import calc_block_sparse_attn, calc_index_sparse_attn, selected_key_share
 from megatron_magi.api.static_key import StaticKey
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnRange, RangeError
@@ -161,6 +161,7 @@ __all__ = [
     "pad_at_dim",
     "roll",
     "roll_simple",
+    "selected_key_share",
     "setup_dist_env",
     "squash_batch_dim",
     "undispatch",

@@ -68,7 +68,9 @@ def mask_from_cu_seqlens(
     left, right = window_of(window_size)
     global_window_size = int_at_least(global_window_size, "global_window_size", 0)
     flag(causal, "causal")
-    cu_q, cu_k = cumulative(cu_seqlens_q, "cu_seqlens_q"), cumulative(cu_seqlens_k, "cu_seqlens_k")
+    cu_q = cumulative(cu_seqlens_q, "cu_seqlens_q")
+    # The same tensor is read once: for one on a GPU the host waits.
+    cu_k = cu_q if cu_seqlens_k is cu_seqlens_q else cumulative(cu_seqlens_k, "cu_seqlens_k")
     if not causal:
         return builders.sliding_window(
             left=left,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron_magi.checks import renamed
 from megatron_magi.comm.agreement import Agreement, start_agreement
 from megatron_magi.comm.dispatch import UndispatchArgs
 from megatron_magi.comm.group_collective import GroupCastArgs
+from megatron_magi.comm.groups import exists
 from megatron_magi.comm.roll import RollArgs, make_roll_args
 from megatron_magi.plan import Dispatch, Plan, RankPlan, make_plan, who_computes
 from megatron_magi.runtime.lru import LruCache
@@ -38,6 +40,13 @@ class ShardIndex:
         self._rows: dict[torch.device, torch.Tensor] = {}
         self._undispatch: dict[torch.device, UndispatchArgs] = {}
         self._rolls: dict[tuple[int, torch.device], RollArgs] = {}
+        self._kept: dict[tuple, Any] = {}
+
+    def kept(self, name: tuple, make: Callable[[], Any]) -> Any:
+        """What ``make`` has made of the shard under a name; calls of it depend on the name and the shard alone."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
 
     def rows(self, device: torch.device) -> torch.Tensor:
         """Global token of each row of the shard, int64 ``[num_rows]``."""
@@ -155,7 +164,8 @@ class RuntimeCache:
         max_size: int,
         others: Mapping[str, int] | None = None,
     ) -> DistAttnRuntimeKey:
-        """Keeps a key that was just made as its group's most recent one; the oldest go. Collective.
+        """Keeps a key that was just made as its group's most recent one; the oldest go, and those of destroyed groups.
+        Collective.
 
         Its plan begins to be compared with the other ranks', and meanwhile this rank's part of it is made.
 
@@ -168,6 +178,8 @@ class RuntimeCache:
         Returns:
             ``key``.
         """
+        for gone in [group for group in self._most_recent if not exists(group)]:
+            self.clear(gone)  # else its connections would stay open
         # Also when the plan was there already: on another rank the same call may bring a new one.
         if key.config.comm.verify and runtime.plan.cp_size > 1:
             runtime.compare(others)

@@ -1,13 +1,14 @@
 """Sparse attention under context parallelism: lists on the device that change with every layer and step.
 
-Keys and values of all ranks are gathered once a call, and their gradients summed and scattered back, so no plan is made
-and nothing is copied to the host. The key says which rank holds which tokens; its mask is not used.
+No plan is made of lists, and nothing of them is copied to the host. Keys and values are fetched once a call, those of
+all ranks or those that lists name, and their gradients returned. The key says which rank holds which tokens; its mask
+is not used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,25 +18,34 @@ from megatron_magi.api import arguments
 from megatron_magi.api.functions import runtime_of
 from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.api.runtime import KeyRuntime
-from megatron_magi.checks import flag, int_at_least, renamed
+from megatron_magi.api.sparse_keys import (
+    FetchOptions,
+    Keys,
+    all_keys,
+    choose_way,
+    num_tokens,
+    poisoned,
+    raise_overflow,
+    selected_keys,
+    selected_share,
+)
+from megatron_magi.checks import int_at_least
 from megatron_magi.comm.agreement import told
-from megatron_magi.comm.dispatch import undispatch
 from megatron_magi.config import SinkReduction
 from megatron_magi.operands.merge import accumulate_dtype
 from megatron_magi.operands.meta import AttnForwardMeta
-from megatron_magi.operands.sparse_pattern import num_blocks
+from megatron_magi.operands.selected_blocks import Launch, Run
+from megatron_magi.operands.sparse_pattern import (
+    SparsePattern,
+    block_pattern,
+    check_numbers,
+    index_pattern,
+    num_blocks,
+)
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from megatron_magi.runtime.no_compile import outside_graphs
 
 Blocks = Tensor | tuple[Tensor, Tensor]
-
-
-class Run(NamedTuple):
-    """Consecutive tokens of a shard: its rows from ``row`` on are the tokens ``start`` to ``end`` of the sequence."""
-
-    row: int
-    start: int
-    end: int
 
 
 @outside_graphs
@@ -52,6 +62,9 @@ def calc_block_sparse_attn(
     sink: Tensor | None = None,
     softmax_scale: float | None = None,
     return_max_logits: bool = False,
+    fetch: str = "auto",
+    capacity: float | None = None,
+    on_overflow: str = "raise",
     impl: str = "auto",
 ) -> tuple[Tensor, AttnForwardMeta]:
     """`megatron_magi.block_sparse_attention` of this rank's queries over the keys of all ranks. Collective,
@@ -70,34 +83,41 @@ def calc_block_sparse_attn(
         sink: ``[num_sinks, num_heads_q]``, the same on all ranks; its gradient is as in `calc_attn`.
         q_block_size, k_block_size, softmax_scale, impl: as in `block_sparse_attention`.
         return_max_logits: fill ``meta.max_logits``.
+        fetch: ``all``: the keys and values of all ranks; ``selected``: those that this rank's lists name, of each key
+            head its own (with CSR the union over key heads); ``auto``: which of both is predicted to be faster
+            (`megatron_magi.plan.sparse_ways`) by shapes, the lists' length, ``capacity`` and the rates of the GPU.
+        capacity: the share of a rank's keys (of the rank that holds most) that the lists of another rank may name,
+            above 0 and at most 1; it bounds what ``selected`` sends. None: all that the lists could name, by their
+            length; masks and CSR: all keys. `selected_key_share` measures it. The same on all ranks, as are all
+            arguments here and the length of lists.
+        on_overflow: if lists of a rank name more. ``raise``: a RuntimeError on all ranks. On GPUs, where the host does
+            not wait for the number, out and lse are NaN on all ranks, and a later call on the group raises. ``gather``:
+            all ranks fetch all keys in this call, for which the host waits for the number; not in CUDA graphs.
 
     Returns:
-        ``(out, meta)`` as `calc_attn`; padding rows get out 0, lse -inf.
+        ``(out, meta)`` as `calc_attn`; padding rows get out 0, lse -inf. Differentiable once where ``selected`` was
+        taken.
 
     Raises:
         ValueError: an argument, named in the message, is wrong.
-        RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
+        RuntimeError: the ranks' keys or calls disagree, another rank raised an error in this call, or lists named more
+            keys than ``capacity``.
     """
     runtime = runtime_of(key)
     runs = _runs(runtime)
     with told(runtime.group, key.config.comm.verify):
         _check(q, k, v, runtime)
-        flag(causal, "causal")
-        q_block = int_at_least(q_block_size, "q_block_size", 1)
-        k_block = int_at_least(k_block_size, "k_block_size", 1)
-        _check_aligned(runs, q_block, key.mask.total_seqlen_q)
-        _check_rows(blocks, num_blocks(_num_tokens(runs), q_block))
-    k, v = _gathered(k, v, runtime, key)
+        options = FetchOptions(fetch, capacity, on_overflow)
+        pattern = _block_pattern(q, k, blocks, runs, key, (q_block_size, k_block_size), causal)
+    keys = _keys(k, v, pattern, runs, runtime, key, options)
     with told(runtime.group, key.config.comm.verify):
-        options = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
-        options |= {"q_block_size": q_block, "k_block_size": k_block, "causal": causal}
-        parts = []
-        # Without causality positions do not matter: all queries at once.
-        for row, start, end in runs if causal else [Run(0, k.shape[0] - _num_tokens(runs), k.shape[0])]:
-            rows = slice(row // q_block, num_blocks(row + end - start, q_block))
-            seen = _blocks_of(blocks, rows, num_blocks(end, k_block))
-            parts.append(block_sparse_attention(q[row : row + end - start], k[:end], v[:end], seen, **options))
-    return _joined(parts, q.shape[0], runtime)
+        given = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
+        given |= {"q_block_size": pattern.q_block, "k_block_size": pattern.k_block, "causal": causal}
+        parts = [
+            block_sparse_attention(q[part.rows], keys.k[: part.num_keys], keys.v[: part.num_keys], part.blocks, **given)
+            for part in keys.launches
+        ]
+    return _joined(parts, q.shape[0], runtime, keys.factor)
 
 
 @outside_graphs
@@ -111,6 +131,9 @@ def calc_index_sparse_attn(
     sink: Tensor | None = None,
     softmax_scale: float | None = None,
     return_max_logits: bool = False,
+    fetch: str = "auto",
+    capacity: float | None = None,
+    on_overflow: str = "raise",
     impl: str = "auto",
 ) -> tuple[Tensor, AttnForwardMeta]:
     """`megatron_magi.index_sparse_attention` of this rank's queries over the keys of all ranks. Collective,
@@ -120,25 +143,130 @@ def calc_index_sparse_attn(
         indices: int ``[num_rows, num_heads_kv or 1, topk]``: for each row of this rank numbers of keys, counted over
             the whole sequence without padding; -1 is passed over. Lists of padding rows are not read.
         key: which rank holds which tokens (any), and ``attend.deterministic`` and ``attend.sanity_check``.
-        q, k, v, sink, softmax_scale, return_max_logits, impl: as in `calc_block_sparse_attn`.
+        q, k, v, sink, softmax_scale, return_max_logits, fetch, capacity, on_overflow, impl: as in
+            `calc_block_sparse_attn`.
 
     Returns:
         ``(out, meta)`` as `calc_block_sparse_attn`.
 
     Raises:
-        ValueError: an argument, named in the message, is wrong.
-        RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
+        ValueError, RuntimeError: as `calc_block_sparse_attn`.
     """
     runtime = runtime_of(key)
-    num_tokens = _num_tokens(_runs(runtime))
+    runs = _runs(runtime)
     with told(runtime.group, key.config.comm.verify):
         _check(q, k, v, runtime)
-        arguments.rows(indices, "indices", q.shape[0], "one list is needed for each row of this rank")
-    k, v = _gathered(k, v, runtime, key)
+        options = FetchOptions(fetch, capacity, on_overflow)
+        pattern = _index_pattern(q, k, indices, runs, key)
+    keys = _keys(k, v, pattern, runs, runtime, key, options)
     with told(runtime.group, key.config.comm.verify):
-        options = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
-        part = index_sparse_attention(q[:num_tokens], k, v, indices[:num_tokens], **options)
-    return _joined([part], q.shape[0], runtime)
+        given = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
+        (part,) = keys.launches
+        result = index_sparse_attention(q[part.rows], keys.k, keys.v, part.blocks, **given)
+    return _joined([result], q.shape[0], runtime, keys.factor)
+
+
+@outside_graphs
+def selected_key_share(
+    lists: Blocks,
+    key: DistAttnRuntimeKey,
+    *,
+    num_heads_kv: int,
+    q_block_size: int | None = None,
+    k_block_size: int | None = None,
+    causal: bool = False,
+) -> float:
+    """The largest share of a rank's keys that the lists of another rank name: what ``capacity`` has to hold.
+    Collective.
+
+    The host waits for the device: call it now and then, not in each layer, and leave a margin for lists that change.
+
+    Args:
+        lists: ``blocks`` of `calc_block_sparse_attn`, or ``indices`` of `calc_index_sparse_attn` where block sizes are
+            None.
+        key: which rank holds which tokens.
+        num_heads_kv: key heads.
+        q_block_size, k_block_size, causal: as in `calc_block_sparse_attn`.
+
+    Returns:
+        Rows over those of the rank that holds most, 0 to 1, the same on all ranks; 0 on one rank.
+
+    Raises:
+        ValueError: an argument, named in the message, is wrong.
+        RuntimeError: the ranks' calls disagree, or another rank raised an error in this call.
+    """
+    runtime = runtime_of(key)
+    runs = _runs(runtime)
+    with told(runtime.group, key.config.comm.verify):
+        first = lists[0] if isinstance(lists, tuple) and lists else lists
+        if not isinstance(first, Tensor):
+            raise ValueError(f"lists: expected a tensor, or a tuple of two, got {type(lists).__name__}")
+        rows = runtime.shard.dispatch.shard_lengths[runtime.cp_rank]
+        q, k = (first.new_empty((rows, heads, 0)) for heads in (1, int_at_least(num_heads_kv, "num_heads_kv", 1)))
+        if q_block_size is None:
+            pattern = _index_pattern(q, k, lists, runs, key)
+        else:
+            pattern = _block_pattern(q, k, lists, runs, key, (q_block_size, k_block_size), causal)
+    return selected_share(pattern, runs, runtime, key.config.comm.verify)
+
+
+def _block_pattern(
+    q: Tensor, k: Tensor, blocks: Any, runs: Sequence[Run], key: DistAttnRuntimeKey, sizes: tuple[Any, Any], causal: Any
+) -> SparsePattern:
+    """The checked lists of this rank's blocks of queries over the keys of the whole sequence."""
+    q_block, k_block = int_at_least(sizes[0], "q_block_size", 1), int_at_least(sizes[1], "k_block_size", 1)
+    _check_aligned(runs, q_block, key.mask.total_seqlen_q)
+    _check_rows(blocks, num_blocks(num_tokens(runs), q_block))
+    whole = _shape_of_all(k, key)
+    pattern = block_pattern(blocks, q[: num_tokens(runs)], whole, q_block, k_block, causal)
+    return _looked_at(pattern, key)
+
+
+def _index_pattern(q: Tensor, k: Tensor, indices: Any, runs: Sequence[Run], key: DistAttnRuntimeKey) -> SparsePattern:
+    """Likewise of single keys."""
+    arguments.rows(indices, "indices", q.shape[0], "one list is needed for each row of this rank")
+    tokens = num_tokens(runs)
+    return _looked_at(index_pattern(indices[:tokens], q[:tokens], _shape_of_all(k, key)), key)
+
+
+def _shape_of_all(k: Tensor, key: DistAttnRuntimeKey) -> Tensor:
+    """Keys of the sequence, without memory."""
+    return torch.empty((key.mask.total_seqlen_q, *k.shape[1:]), dtype=k.dtype, device="meta")
+
+
+def _looked_at(pattern: SparsePattern, key: DistAttnRuntimeKey) -> SparsePattern:
+    if key.config.attend.sanity_check:
+        check_numbers(pattern, key.mask.total_seqlen_q)
+    return pattern
+
+
+def _keys(
+    k: Tensor,
+    v: Tensor,
+    pattern: SparsePattern,
+    runs: tuple[Run, ...],
+    runtime: KeyRuntime,
+    key: DistAttnRuntimeKey,
+    options: FetchOptions,
+) -> Keys:
+    """The keys that this rank's queries need. Collective."""
+    with told(runtime.group, key.config.comm.verify):
+        way = choose_way(pattern, k, v, runtime, key, options)
+    raise_overflow(runtime, key, k.device)
+    if way.selected:
+        found = selected_keys(k, v, pattern, runs, runtime, key, way, options.on_overflow)
+        if found is not None:
+            return found
+    k, v = all_keys(k, v, runtime, key)
+    if pattern.k_block == 1:
+        return Keys(k, v, [Launch(slice(0, num_tokens(runs)), len(k), pattern.tensors[0].transpose(0, 1))], None)
+    # Without causality positions do not matter: all queries at once.
+    launches = []
+    for row, start, end in runs if pattern.causal else [Run(0, k.shape[0] - num_tokens(runs), k.shape[0])]:
+        rows = slice(row // pattern.q_block, num_blocks(row + end - start, pattern.q_block))
+        seen = _blocks_of(pattern, rows, num_blocks(end, pattern.k_block))
+        launches.append(Launch(slice(row, row + end - start), end, seen))
+    return Keys(k, v, launches, None)
 
 
 def _runs(runtime: KeyRuntime) -> tuple[Run, ...]:
@@ -152,11 +280,6 @@ def _runs(runtime: KeyRuntime) -> tuple[Run, ...]:
     return tuple(runs) or (Run(0, 0, 0),)
 
 
-def _num_tokens(runs: Sequence[Run]) -> int:
-    """Rows of this rank that are no padding; padding comes last."""
-    return sum(run.end - run.start for run in runs)
-
-
 def _check(q: Any, k: Any, v: Any, runtime: KeyRuntime) -> None:
     num_rows = runtime.shard.dispatch.shard_lengths[runtime.cp_rank]
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -167,10 +290,10 @@ def _check(q: Any, k: Any, v: Any, runtime: KeyRuntime) -> None:
 
 
 def _check_aligned(runs: Sequence[Run], q_block: int, total_seqlen: int) -> None:
-    if any(run.start % q_block or (run.end % q_block and run.end != total_seqlen) for run in runs):
+    if any(x % q_block for run in runs for x in (run.row, run.start, 0 if run.end == total_seqlen else run.end)):
         raise ValueError(
             f"q_block_size: this rank's tokens are not whole blocks of {q_block}; make the key with a chunk_size that "
-            f"is a multiple of it"
+            f"is a multiple of it, or with a layout of whole blocks, a short one last"
         )
 
 
@@ -184,14 +307,14 @@ def _check_rows(blocks: Any, rows: int) -> None:
         raise ValueError(f"blocks: expected {rows} blocks of queries, those of this rank's tokens, got {found}")
 
 
-def _blocks_of(blocks: Blocks, rows: slice, columns: int) -> Blocks:
+def _blocks_of(pattern: SparsePattern, rows: slice, columns: int) -> Blocks:
     """The lists of some blocks of queries, without blocks of keys from ``columns`` on."""
-    if isinstance(blocks, tuple):
-        offsets, entries = blocks
-        return offsets[..., rows.start : rows.stop + 1], entries.where(entries < columns, -1)
-    if blocks.dtype == torch.bool:
-        return blocks[..., rows, :columns]
-    lists = blocks[..., rows, :]
+    if pattern.is_mask:
+        return pattern.tensors[0][:, rows, :columns]
+    if len(pattern.tensors) == 2:
+        offsets, entries = pattern.tensors
+        return offsets[:, rows.start : rows.stop + 1], entries.where(entries < columns, -1)
+    lists = pattern.tensors[0][:, rows]
     return lists.where(lists < columns, -1)
 
 
@@ -217,26 +340,12 @@ def _options(
     }
 
 
-def _gathered(k: Tensor, v: Tensor, runtime: KeyRuntime, key: DistAttnRuntimeKey) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole sequence, in its order, ``[total_seqlen, num_heads_kv, head_dim]``.
-
-    Gradients are summed over the ranks in the dtype of k.
-    """
-    args = runtime.shard.undispatch_args(k.device)
-    with renamed("x_local", "k"):
-        both = undispatch(
-            torch.cat([k, v], dim=-1), args, runtime.group, is_partial_grad=True, verify=key.config.comm.verify
-        )
-    found = both.split([k.shape[-1], v.shape[-1]], dim=-1)
-    return found[0], found[1]
-
-
 def _joined(
-    parts: Sequence[tuple[Tensor, AttnForwardMeta]], num_rows: int, runtime: KeyRuntime
+    parts: Sequence[tuple[Tensor, AttnForwardMeta]], num_rows: int, runtime: KeyRuntime, factor: Tensor | None
 ) -> tuple[Tensor, AttnForwardMeta]:
     """Results of runs one after the other, with rows for the padding; the largest logits over all ranks."""
     outs, metas = zip(*parts, strict=True)
-    out, lse = torch.cat(outs), torch.cat([meta.lse for meta in metas])
+    out, lse = poisoned(torch.cat(outs), factor), poisoned(torch.cat([meta.lse for meta in metas]), factor)
     if len(out) < num_rows:
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, num_rows - len(out)))
         lse = torch.nn.functional.pad(lse, (0, 0, 0, num_rows - len(lse)), value=-torch.inf)

@@ -73,6 +73,9 @@ def describe_row(plan: RankPlan) -> Describe:
 
     def describe(name: str, row: int) -> str:
         rank = f", on rank {plan.cp_rank} of the group"
+        if plan.head_groups > 1:
+            group, at = divmod(row, plan.num_rows // plan.head_groups)
+            rank = f", in row {at} of group {group} of heads{rank}"
         if name == "sink":
             return rank.removeprefix(", ")
         if row >= plan.num_tokens:

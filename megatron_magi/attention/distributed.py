@@ -14,10 +14,12 @@ from megatron_magi.attention.call_cache import CachedCall, CallTemplate, living
 from megatron_magi.attention.call_signature import AttentionCall, check_inputs, check_sinks, check_static, describe_row
 from megatron_magi.attention.collective_args import cleared, joined_cast, plan_casts
 from megatron_magi.attention.fused_comm import is_alone, pays, program_of, stage_program
+from megatron_magi.attention.head_groups import check_groups, from_groups, sink_of_groups, to_groups
 from megatron_magi.attention.sink import reduce_dsink
 from megatron_magi.attention.travel import travel_args
 from megatron_magi.backends.base import Backend
 from megatron_magi.checks import flag, renamed
+from megatron_magi.comm.agreement import told
 from megatron_magi.comm.collective_checks import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, make_room
 from megatron_magi.comm.groups import Group, group_of
@@ -97,7 +99,37 @@ def distributed_attention(
     if not isinstance(rank_plan, RankPlan):
         found = type(rank_plan).__name__
         raise ValueError(f"rank_plan: expected a RankPlan, as plan.for_rank(cp_rank) returns it, got {found}")
-    group = group_of(group)
+    group, groups = group_of(group), rank_plan.head_groups
+    if groups > 1:
+        with told(group, _verifies(config)):
+            check_groups(q, k, v, rank_plan, config, return_max_logits)
+            check_sinks(sink, sink_layout, q)
+        if sink is not None:
+            sink = sink_of_groups(sink, sink_layout, q.shape[0], groups)
+        q, k, v = (to_groups(x, groups) for x in (q, k, v))
+        sink_layout = "ssh"
+    out, meta = _attend_rows(
+        q, k, v, rank_plan, group, config, sink, sink_layout, softmax_scale, softcap, return_max_logits
+    )
+    if groups > 1:
+        out, meta = from_groups(out, groups), AttnForwardMeta(lse=from_groups(meta.lse, groups), max_logits=None)
+    return out, meta
+
+
+def _attend_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rank_plan: RankPlan,
+    group: dist.ProcessGroup | None,
+    config: MagiConfig,
+    sink: torch.Tensor | None,
+    sink_layout: str,
+    softmax_scale: float | None,
+    softcap: float,
+    return_max_logits: bool,
+) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """`distributed_attention` of the rows of the plan."""
     with _calls(group, rank_plan.cp_size, config) as calls:
         refuse_tangents(q, k, v, sink)
         q, k, v, sink = written_out(q, k, v, sink)
@@ -293,7 +325,11 @@ def _partial_dtype(k: torch.Tensor, call: CachedCall) -> torch.dtype:
 
 
 def _calls(group: dist.ProcessGroup | None, cp_size: int, config: MagiConfig) -> CallLog | NoCalls:
-    return calls_of(group, cp_size, config.comm.verify or config.attend.sanity_check)
+    return calls_of(group, cp_size, _verifies(config))
+
+
+def _verifies(config: MagiConfig) -> bool:
+    return config.comm.verify or config.attend.sanity_check
 
 
 def _agree(

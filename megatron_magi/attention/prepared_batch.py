@@ -64,6 +64,18 @@ class AttnShape(NamedTuple):
         tables = backend.tables
         return self._replace(num_sms=tables.sm_count(device), backend=backend.name, kind=tables.kind(device))
 
+    def of_group(self, groups: int) -> AttnShape:
+        """The shape of one of several groups of heads.
+
+        Raises:
+            ValueError: the heads are no multiple of ``groups``.
+        """
+        if self.num_heads_kv % groups or self.num_heads_q % groups:
+            raise ValueError(
+                f"shape: {self.num_heads_q}:{self.num_heads_kv} heads, and plans for {groups} groups of them"
+            )
+        return self._replace(num_heads_q=self.num_heads_q // groups, num_heads_kv=self.num_heads_kv // groups)
+
     @property
     def table_backend(self) -> Backend | None:
         """The backend for which tables are made; None if there is nothing to prepare."""
@@ -279,6 +291,7 @@ def _prepare_plan(
     like: Sequence[Any] | None,
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
+    shape = shape.of_group(plan.head_groups)
     casts, before, backend = [], len(arrays), shape.table_backend
     dims, programs = (shape.head_dim, shape.head_dim_v), None if backend is None else backend.programs
     is_fused = pays(plan, dims, programs, config.comm.impl)

@@ -7,7 +7,8 @@ stages by their log-sum-exp, so `why_not`, `forward` and `backward` are all that
 - `Programs`: both passes over a mask prepared once, for calls that differ in addresses alone, possibly over keys that
   other ranks send while the kernels run (`KeyTransfer`);
 - `Capture`: tables of a mask at fixed addresses, for launches that a CUDA graph captures;
-- `Sparse`: attention over lists of keys.
+- `Sparse`: attention over lists of keys;
+- `Latent`: the same over keys whose first elements are the values.
 
 Nothing outside the folder of a backend imports it, except `megatron_magi.backends.registry`.
 """
@@ -62,7 +63,7 @@ class Backend(ABC):
         title: its kernels in words, for logs.
         takes_out: the backward takes the output of the forward over all keys and sinks, in the dtype of q, as ``out``,
             and then needs no delta.
-        tables, programs, capture, sparse: what else it offers, see the module.
+        tables, programs, capture, sparse, latent: what else it offers, see the module.
     """
 
     name: ClassVar[str]
@@ -72,6 +73,7 @@ class Backend(ABC):
     programs: ClassVar[Programs | None] = None
     capture: ClassVar[Capture | None] = None
     sparse: ClassVar[Sparse | None] = None
+    latent: ClassVar[Latent | None] = None
 
     @abstractmethod
     def why_not(
@@ -545,3 +547,23 @@ class Sparse(Protocol):
         self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv; lse and delta of ``inputs`` are those of the forward over the same pattern."""
+
+
+class Latent(Protocol):
+    """Attention over lists of single keys whose first elements are the values: ``v`` of inputs is a slice of ``k``."""
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
+        """As `Backend.why_not`."""
+
+    def forward(
+        self, inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `Sparse.forward`."""
+
+    def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        """As `Backend.row_delta`."""
+
+    def backward(
+        self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
+    ) -> tuple[Tensor, Tensor]:
+        """dq, and the gradient of keys and values together, summed in fp32 or wider and rounded once."""

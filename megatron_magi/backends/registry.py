@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_magi.backends.base import Backend, Kernels, Sparse
+from megatron_magi.backends.base import Backend, Kernels, Latent, Sparse
 from megatron_magi.backends.blocked.backend import Blocked
 from megatron_magi.backends.cudnn.backend import Cudnn
 from megatron_magi.backends.reference.backend import Reference
@@ -27,6 +27,9 @@ BACKENDS: dict[str, Backend] = {
 
 SPARSE: dict[str, Sparse] = {name: backend.sparse for name, backend in BACKENDS.items() if backend.sparse is not None}
 """Attention over lists of keys, likewise."""
+
+LATENT: dict[str, Latent] = {name: backend.latent for name, backend in BACKENDS.items() if backend.latent is not None}
+"""Attention over lists of latent keys, likewise."""
 
 _FASTEST_SPARSE = ("ffa",)
 """The same for lists of keys. Kernels in Triton are taken by name alone: they have not been run on a GPU."""
@@ -172,6 +175,22 @@ def fast_sparse(device: torch.device, dtype: torch.dtype, dims: tuple[int, int])
 def _warn_sparse_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     reasons = "; ".join(str(SPARSE[name].why_not(device, dtype, dims)) for name in _FASTEST_SPARSE)
     logger.warning("sparse attention falls back to the dense definition: %s", reasons)
+
+
+def choose_latent(impl: str, device: torch.device) -> Latent:
+    """`choose` of attention over lists of latent keys; ``auto`` is the reference: no kernels have run on a GPU yet."""
+    if impl == "auto" and device.type == "cuda":
+        _warn_latent_once()
+    return LATENT["reference" if impl == "auto" else impl]
+
+
+@cache
+def _warn_latent_once() -> None:
+    others = " and ".join(repr(name) for name in LATENT if name != "reference")
+    logger.warning(
+        "attention over lists of latent keys is computed by the definition, which is slow; kernels are taken by name "
+        "alone, as they have not been run on a GPU yet: impl %s", others or "(none)"
+    )  # fmt: skip
 
 
 def common_kernels() -> Kernels:

@@ -6,16 +6,18 @@ Calls are compared in `megatron_magi.comm.collective_checks`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
+from megatron_magi.comm.board import Board, Meeting
 from megatron_magi.comm.collective_checks import CallLog, calls_of, log_of
-from megatron_magi.comm.groups import all_gather_single, names_of
+from megatron_magi.comm.groups import all_gather_single, names_of, wait_awake
 
 MAX_VALUES = 16
 """Values of a comparison; a rank sends all of them, so that ranks which compare others do not wait for each other."""
@@ -27,24 +29,68 @@ class _Comparison(NamedTuple):
     operation: str
 
 
+class _Received:
+    """What ranks send in a comparison; refers to no group, which may end before it.
+
+    Args:
+        done: in progress until then; None for one rank.
+        values: int64 ``[num_ranks, at least MAX_VALUES]``, the last of them for a `Meeting`.
+        call: its number.
+    """
+
+    def __init__(self, done: dist.Work | torch.cuda.Event | Board | None, values: torch.Tensor, call: int = 0) -> None:
+        self.done, self.values, self.call = done, values, call
+        self._failure: str | None = None
+
+    def wait(self, log: CallLog) -> None:
+        """Waits for all ranks; raises as `Agreement.wait`, and again if that failed before."""
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+        if self.done is None:
+            return
+        try:
+            self._await(log, self.done)
+        except RuntimeError as error:
+            self._failure = str(error)
+            raise
+        self.done = None
+
+    def _await(self, log: CallLog, done: dist.Work | torch.cuda.Event | Board) -> None:
+        if isinstance(done, Board):
+            try:
+                wait_awake(lambda: done.is_complete(self.call))
+                log.wait(self.call, lambda: done.is_complete(self.call))
+                self.values.copy_(torch.from_numpy(done.read(self.call)))
+            finally:
+                done.forget(self.call)
+            return
+        if isinstance(done, torch.cuda.Event):
+            log.wait(self.call, done.query)
+            return
+        log.wait(self.call, done.is_completed)
+        try:
+            done.wait()
+        except RuntimeError as error:
+            text, note = log.explanation(self.call)
+            if text is None and not note:
+                raise
+            raise RuntimeError(text or f"{note}: {error}") from error
+
+
 class Agreement:
     """A comparison in progress; made by `start_agreement`."""
 
     def __init__(
         self,
-        done: dist.Work | torch.cuda.Event | None,
-        values: torch.Tensor,
+        received: _Received,
         group: dist.ProcessGroup | None,
         names: tuple[str, ...],
         log: CallLog | None = None,
-        call: int = 0,
     ) -> None:
-        self._done = done
-        self._values = values
+        self._received = received
         self._group = group
         self._names = names
         self._log = log
-        self._call = call
 
     def wait(self) -> None:
         """Waits for all ranks' values. The host blocks, but not for compute that is queued on the GPU.
@@ -55,7 +101,7 @@ class Agreement:
         """
         self.values()
         names = (*self._names, *["values of other names"] * (MAX_VALUES - len(self._names)))
-        columns = zip(names, self._values.T.tolist(), strict=False)
+        columns = zip(names, self._received.values.T.tolist(), strict=False)
         differ = [_message(values, self._group, name) for name, values in columns if len(set(values)) > 1]
         if differ:
             raise RuntimeError("\n".join(differ))
@@ -63,29 +109,36 @@ class Agreement:
     def values(self) -> list[int]:
         """Waits like `wait`, and returns the (first) values of all ranks, in their order, without comparing them."""
         if self._log is not None:
-            self._await(self._log)
-        return self._values[:, 0].tolist()
+            self._received.wait(self._log)
+        return self._received.values[:, 0].tolist()
 
-    def _await(self, log: CallLog) -> None:
-        done = self._done
-        if isinstance(done, torch.cuda.Event):
-            log.wait(self._call, done.query)
-            return
-        assert done is not None
-        log.wait(self._call, done.is_completed)
-        try:
-            done.wait()
-        except RuntimeError as error:
-            text, note = log.explanation(self._call)
-            if text is None and not note:
-                raise
-            raise RuntimeError(text or f"{note}: {error}") from error
+
+class _First:
+    """The first comparisons of a group, through which its ranks meet."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self.last: _Received | None = None
+
+    def board(self, log: CallLog) -> Board | None:
+        """The board, once all ranks have it; waits for the comparison before."""
+        if self.last is not None:
+            with suppress(RuntimeError):  # then its own `wait` raises it
+                self.last.wait(log)
+                self.meeting.learn(self.last.values[:, MAX_VALUES:].tolist())
+            self.last = None
+        return self.meeting.board
+
+
+_unread: WeakKeyDictionary[Board, WeakValueDictionary[int, _Received]] = WeakKeyDictionary()
+"""Comparisons in progress, by their calls."""
 
 
 def start_agreement(
     value: int, group: dist.ProcessGroup | None, what: str, others: Mapping[str, int] | None = None
 ) -> Agreement:
-    """Starts comparing ``value`` over the group: one all-gather of 128 bytes a rank.
+    """Starts comparing ``value`` over the group, by memory of the host if all ranks are on one, else by an all-gather
+    of 168 bytes a rank; the first two times by the latter.
 
     Every rank of the group must call it, in the same order among its collectives.
 
@@ -108,18 +161,41 @@ def start_agreement(
     row = [*values, *[0] * (MAX_VALUES - len(values))]
     num_ranks = 1 if group is None and not dist.is_initialized() else dist.get_world_size(group)
     if num_ranks == 1:
-        return Agreement(None, torch.tensor([row], dtype=torch.int64, device="cpu"), group, names)
+        return Agreement(_Received(None, torch.tensor([row], dtype=torch.int64, device="cpu")), group, names)
     log = log_of(dist.group.WORLD if group is None else group)
     with log:
         call = log.begin(_Comparison(what))
-        on_gpu = _needs_gpu(group)
+        if log.comparisons is None:
+            log.comparisons = _First(Meeting(log.rank, num_ranks, MAX_VALUES))
+        first: _First = log.comparisons
+        if (board := first.board(log)) is not None:
+            return Agreement(_write(board, row, log, call), group, names, log)
+        on_gpu, row = _needs_gpu(group), [*row, *first.meeting.numbers()]
         mine = torch.tensor([row], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-        found = torch.empty((num_ranks, MAX_VALUES), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        found = torch.empty((num_ranks, len(row)), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         if on_gpu:
-            return Agreement(_gather_aside(found, mine, group), found, group, names, log, call)
-        # The work keeps both tensors.
-        work = all_gather_single(found, mine, group=group, async_op=True)
-        return Agreement(work, found, group, names, log, call)
+            done: dist.Work | torch.cuda.Event = _gather_aside(found, mine, group)
+        else:  # the work keeps both tensors
+            done = all_gather_single(found, mine, group=group, async_op=True)
+        first.last = _Received(done, found, call)
+        return Agreement(first.last, group, names, log)
+
+
+def _write(board: Board, row: Sequence[int], log: CallLog, call: int) -> _Received:
+    """Writes this rank's values where the others read them."""
+    known = _unread.setdefault(board, WeakValueDictionary())
+    for old in board.old(call):
+        one = known.get(old)
+        with suppress(RuntimeError):  # then its own `wait` raises it
+            if one is not None:
+                one.wait(log)
+        board.forget(old)
+    if not board.has_room(call):
+        log.wait(call, lambda: board.has_room(call))
+    board.write(call, row)
+    found = torch.empty((log.num_ranks, MAX_VALUES), dtype=torch.int64, device="cpu")
+    made = known[call] = _Received(board, found, call)
+    return made
 
 
 @contextmanager

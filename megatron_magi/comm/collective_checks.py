@@ -83,6 +83,7 @@ class CallLog:
         self._world_ranks = dist.get_process_group_ranks(group)
         self._timeout_s = timeout_s(group)
         self._channel = StoreChannel(group)
+        self.comparisons: Any = None  # of `megatron_magi.comm.agreement`
         self._count = 0
         self._phase = _Phase.OVER
         self._records: deque[tuple[int, NamedTuple, int]] = deque(maxlen=_NUM_RECORDS)
@@ -102,6 +103,16 @@ class CallLog:
         watched = weakref.ref(self), self._stop, timeouts.LOOK_S * crowd
         self._thread = threading.Thread(target=_watch, args=watched, daemon=True)
         self._thread.start()
+
+    @property
+    def rank(self) -> int:
+        """This rank of the group."""
+        return self._channel.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Size of the group."""
+        return self._channel.size
 
     def __enter__(self) -> CallLog:
         if self._unsettled is not None:

@@ -22,7 +22,7 @@ from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import SLOT_ROWS, WIDEST, can_add
 from megatron_magi.comm.slots import sent_shift, slot_row_bytes
 from megatron_magi.cuda.arriving import Arriving, part_rows
-from megatron_magi.cuda.launch_list import Field, Place, Step
+from megatron_magi.cuda.launch_list import Place, Step
 from megatron_magi.cuda.layout import Like
 
 _ADD_ROUTE = 2  # index in `PeerTables.routes`
@@ -64,7 +64,7 @@ def get_step(
         return found._replace(step=_naming(found.step, "get_rows", _OF_GET))
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
-    return mover, found._replace(tensors=into, step=found.step._replace(numbers=_get_numbers(args)))
+    return mover, found._replace(tensors=into, step=found.step._replace(brings=_get_numbers(args)))
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def put_step(
         return _naming(mover.adding(tensors, args, layout, into, sources, places), "put_sums", _OF_PUT)
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
-    return found._replace(numbers=_put_numbers(args, layout))
+    return found._replace(brings=_put_numbers(args, layout))
 
 
 def _prepared[Made: (Arriving, Step)](
@@ -107,7 +107,7 @@ def _prepared[Made: (Arriving, Step)](
 def _naming(step: Step, kernel: str, names: dict[int, str]) -> Step:
     """The step, with names for its 8-byte parameters after the rows."""
     rest = PEERS.size + SHAPES[kernel].num_lists * SLOT_ROWS.size
-    return step._replace(fields=tuple(Field(rest + 8 * i, 8, name) for i, name in names.items()))
+    return step._replace(numbers={rest + 8 * i: name for i, name in names.items()})
 
 
 def _get_numbers(args: GroupCastArgs) -> dict[str, int]:

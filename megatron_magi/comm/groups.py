@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -59,6 +59,13 @@ def pause(waited_s: float, longest_s: float) -> None:
     time.sleep(min(max(waited_s / 10, 1e-4), longest_s))
 
 
+def wait_awake(done: Callable[[], bool], longest_s: float = 2e-4) -> None:
+    """Polls ``done()`` for a short time without sleeping, as `pause` would."""
+    end = time.perf_counter() + longest_s
+    while not done() and time.perf_counter() < end:
+        time.sleep(0)  # others may run
+
+
 def abort(group: dist.ProcessGroup) -> None:
     """Aborts running and later communication of a group: it raises on this rank and on its peers."""
     with suppress(RuntimeError):
@@ -83,6 +90,11 @@ def store_of(group: dist.ProcessGroup | None) -> dist.Store:
         return _get_process_group_store(group)  # `ProcessGroup.get_group_store` is not in torch 2.8
     except KeyError:
         raise RuntimeError("group: does not exist any more") from None
+
+
+def exists(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group has not been destroyed; None, a rank alone, exists always."""
+    return group is None or group in dist.distributed_c10d._world.pg_map
 
 
 def timeout_s(group: dist.ProcessGroup) -> float:

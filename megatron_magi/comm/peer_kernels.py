@@ -14,7 +14,7 @@ from megatron_magi.comm.peers import PEERS
 from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, SLOT_ROWS, WIDEST, Rows
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
-from megatron_magi.cuda.launch_list import Patch, Place, Step
+from megatron_magi.cuda.launch_list import Place, Step
 from megatron_magi.cuda.target import DEFAULT_TARGET, target_of
 
 SUM_LOADS = 2
@@ -156,14 +156,13 @@ class Launch:
             overlaps: launch as a programmatic dependent of the preceding kernel.
             num_blocks: another grid.
         """
-        memory = ctypes.create_string_buffer(self._params.raw, len(self._params))
-        patches = tuple(
-            Patch(PEERS.size + i * SLOT_ROWS.size + 8 * j, *place)
+        fields = {
+            PEERS.size + i * SLOT_ROWS.size + 8 * j: place
             for i, places in enumerate(lists)
             for j, place in enumerate(places)
-        )
-        config = self._config.copy(num_blocks or self._config.grid[0], overlaps)
-        return Step(self._kernel, config, ctypes.addressof(memory), memory, patches)
+        }
+        params = ctypes.create_string_buffer(self._params.raw, len(self._params))
+        return Step(self._kernel, num_blocks or self._config.grid[0], params, fields=fields, overlaps=overlaps)
 
     def fire(self, stream: int, *lists: list[Rows]) -> None:
         """Launches the kernel on a stream for rows at these addresses; the driver copies the parameters."""

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
+_CACHES_SINCE = 12, 9
+"""The first NVRTC that, where there is a driver, may take its result from a cache, without the assembler's report."""
 _SERIALISED = ("C7510", "C7512", "C7514", "C7515", "C7519", "C7520", "wgmma.mma_async instructions are serialized")
 
 
@@ -348,6 +350,8 @@ def compile_kernel(
     text, name = flatten_source(source_root() / source), name or source
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None), "program")
     options = _options(defines, debug, target)
+    if _nvrtc_version() >= _CACHES_SINCE:  # what is looked for below would not be found
+        options.append("--no-cache")
     array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), array)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,78 +34,6 @@ Place = tuple[str, int | str]
 """An address: the name of one that a call gives, and an offset from it, in bytes or as the name of a mask's number."""
 
 
-class Patch(NamedTuple):
-    """A parameter of a kernel that is an address.
-
-    Attributes:
-        at: offset in the parameters, bytes.
-        slot, add: the `Place`.
-        is_map: a tensor map begins there, and the address is that of its tensor.
-    """
-
-    at: int
-    slot: str
-    add: int | str
-    is_map: bool = False
-
-
-class Field(NamedTuple):
-    """A parameter of a kernel that is a number of the mask.
-
-    Attributes:
-        at: offset in the parameters, bytes.
-        num_bytes: size, 4 or 8; the parameter is aligned to it.
-        name: of the number.
-    """
-
-    at: int
-    num_bytes: int
-    name: str
-
-
-class MapRows(NamedTuple):
-    """A tensor map whose number of rows is a number of the mask.
-
-    Attributes:
-        at: offset in the parameters, bytes.
-        name: of the number.
-        encode: makes the map for a number of rows; its address is set later.
-    """
-
-    at: int
-    name: str
-    encode: Callable[[int], bytes]
-
-
-class Step(NamedTuple):
-    """One launch of a list.
-
-    Attributes:
-        kernel: what runs.
-        config: grid, block and stream.
-        params: address of the parameters.
-        memory: the buffer that holds them; they extend to its end.
-        patches: parameters that are addresses.
-        fields, maps: parameters that depend on the mask.
-        grid: name of the number of blocks, if that depends on the mask.
-        numbers: the mask's numbers by these names, for steps that bring their own.
-    """
-
-    kernel: Kernel
-    config: LaunchConfig
-    params: int
-    memory: Any
-    patches: tuple[Patch, ...]
-    fields: tuple[Field, ...] = ()
-    maps: tuple[MapRows, ...] = ()
-    grid: str | None = None
-    numbers: Mapping[str, int] = MappingProxyType({})
-
-    def overlapping(self) -> Step:
-        """The same step, allowed to start while the kernel before it ends."""
-        return self._replace(config=self.config.copy(self.config.grid[0], overlaps=True))
-
-
 class Map(NamedTuple):
     """A tensor map of a kernel.
 
@@ -122,66 +50,45 @@ class Map(NamedTuple):
     rows: str | None = None
 
 
-def make_step(
-    kernel: Kernel,
-    num_blocks: int | str,
-    params: ctypes.Structure,
-    *,
-    maps: Sequence[Map] = (),
-    fields: Mapping[str, Place],
-    numbers: Mapping[str, str] = MappingProxyType({}),
-    overlaps: bool = False,
-) -> Step:
-    """A launch of a list.
+class Step(NamedTuple):
+    """One launch of a list.
 
-    Args:
+    A parameter is named by its field, FIELD.FIELD in a struct that is a parameter, or if it has 8 bytes by its offset.
+
+    Attributes:
         kernel: what runs.
         num_blocks: grid, or the name of the mask's number of blocks.
-        params: the parameters that depend neither on the mask nor on addresses; they begin with the tensor maps.
+        params: a struct or buffer with the parameters that depend neither on the mask nor on addresses; it begins with
+            the tensor maps.
         maps: these, in their order.
         fields: parameters that are addresses.
-        numbers: parameters that depend on the mask, with the names of the numbers. Those inside a struct that is a
-            parameter are named FIELD.FIELD, here and in ``fields``.
+        numbers: parameters that are numbers of the mask, with the names of these.
         overlaps: blocks may take SMs that the kernel before it on the stream has left or never took.
+        brings: numbers of the mask that come with the step.
     """
-    kind, size = type(params), ctypes.sizeof(params)
-    memory = ctypes.create_string_buffer(size + _ALIGNMENT)
-    address = _aligned(ctypes.addressof(memory))
-    ctypes.memmove(address, ctypes.addressof(params), size)
-    layouts = [Layout.of(one.like) for one in maps]
-    for i, (one, layout) in enumerate(zip(maps, layouts, strict=True)):
-        if one.rows is None:
-            ctypes.memmove(address + i * MAP_BYTES, driver.tensor_map(layout, *one.box), MAP_BYTES)
-    patches = [Patch(i * MAP_BYTES, *one.place, True) for i, one in enumerate(maps)]
-    patches += [Patch(_where(kind, name)[0], *place) for name, place in fields.items()]
-    config = LaunchConfig(kernel, num_blocks if isinstance(num_blocks, int) else 1)
-    config.num_attributes = overlaps
-    return Step(
-        kernel, config, address, kind.from_buffer(memory, address - ctypes.addressof(memory)), tuple(patches),
-        tuple(Field(*_where(kind, field), name) for field, name in numbers.items()),
-        tuple(
-            MapRows(i * MAP_BYTES, one.rows, partial(_encode, layout, one.box))
-            for i, (one, layout) in enumerate(zip(maps, layouts, strict=True)) if one.rows is not None
-        ),
-        num_blocks if isinstance(num_blocks, str) else None,
-    )  # fmt: skip
+
+    kernel: Kernel
+    num_blocks: int | str
+    params: ctypes.Structure | ctypes.Array
+    maps: Sequence[Map] = ()
+    fields: Mapping[str | int, Place] = MappingProxyType({})
+    numbers: Mapping[str | int, str] = MappingProxyType({})
+    overlaps: bool = False
+    brings: Mapping[str, int] = MappingProxyType({})
 
 
 @cache
-def _where(kind: type[ctypes.Structure], field: str) -> tuple[int, int]:
-    """Offset and size in bytes of a field, or of FIELD.FIELD inside a struct."""
+def _where(kind: type, name: str | int) -> tuple[int, int]:
+    """Offset and size in bytes of a parameter."""
+    if isinstance(name, int):
+        return name, ctypes.sizeof(_Address)
     at = 0
-    *outer, last = field.split(".")
-    for name in outer:
-        at += getattr(kind, name).offset
-        kind = dict(kind._fields_)[name]
+    *outer, last = name.split(".")
+    for struct_name in outer:
+        at += getattr(kind, struct_name).offset
+        kind = dict(kind._fields_)[struct_name]
     found = getattr(kind, last)
     return at + found.offset, found.size
-
-
-def _encode(layout: Layout, box: tuple[int, ...], rows: int) -> bytes:
-    """Makes a tensor map of a layout with another number of rows: a `MapRows.encode`."""
-    return driver.tensor_map(layout.with_rows(rows), *box)
 
 
 class _Patch(ctypes.Structure):
@@ -201,16 +108,31 @@ class _Calls(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _MapRows(NamedTuple):
+    """A tensor map whose number of rows is a number of the mask: its place in the memory, the map, and its layout."""
+
+    at: int
+    map: Map
+    layout: Layout
+
+    def encode(self, numbers: Mapping[str, int]) -> np.ndarray:
+        """The map with this number of rows; its address is set later."""
+        encoded = driver.tensor_map(self.layout.with_rows(numbers[self.map.rows]), *self.map.box)
+        return np.frombuffer(encoded, dtype=np.uint8)
+
+
 class _Form:
     """The memory layout of lists that differ in the numbers of their masks only.
 
     Attributes:
         kernels: one a step.
-        names: names of the mask's numbers, in their order.
-        maps: tensor maps whose number of rows depends on the mask.
-        patches, steps, slots: offsets of these tables in the memory.
-        num_patches: number of patches.
+        params, configs: offsets of the parameters and of the `LaunchConfig` of each step in the memory.
+        steps, patches, slots: offsets of these tables.
         num_bytes: size of the memory.
+        addresses: the entries of ``patches``.
+        names: names of the mask's numbers.
+        wide, narrow: numbers of 8 and of 4 bytes: their places, in such words, and indices of their names.
+        maps: tensor maps whose number of rows depends on the mask.
         lock: held while kernels are queued.
         library: the C++ library, if it executes the list.
     """
@@ -220,40 +142,49 @@ class _Form:
         self.params, self.configs, end = [], [], 0
         for step in steps:
             self.params.append(end)
-            end = _aligned(end + _num_bytes(step))
+            end = _aligned(end + ctypes.sizeof(step.params))
         for _ in steps:
             self.configs.append(end)
             end += ctypes.sizeof(LaunchConfig)
         self.steps = _aligned(end)
         self.patches = self.steps + len(steps) * ctypes.sizeof(_Step)
-        self.num_patches = sum(len(step.patches) for step in steps)
+        self.num_patches = sum(len(step.maps) + len(step.fields) for step in steps)
         self.slots = self.patches + self.num_patches * ctypes.sizeof(_Patch)
         self.num_bytes = self.slots + len(slots) * ctypes.sizeof(_Address)
         self.pack = struct.Struct(f"{len(slots)}Q").pack_into
         self.num_slots = len(slots)
         # A kernel that is timed is launched by Python.
         self.library = _library() if all(type(kernel) is Kernel for kernel in self.kernels) else None
-        self._place_numbers(steps)
+        self._place(steps, {name: i for i, name in enumerate(slots)})
 
-    def _place_numbers(self, steps: Sequence[Step]) -> None:
-        """Collects the offsets of the mask's numbers."""
-        places, self.maps, patch = [], [], self.patches
+    def _place(self, steps: Sequence[Step], slot: Mapping[str, int]) -> None:
+        """Collects the places of addresses and of the mask's numbers."""
+        self.maps, places, addresses = [], [], []
         for step, params, config in zip(steps, self.params, self.configs, strict=True):
-            places += [(params + field.at, field.num_bytes, field.name) for field in step.fields]
-            self.maps += [row._replace(at=params + row.at) for row in step.maps]
-            if step.grid is not None:
-                places.append((config + _GRID, 4, step.grid))
-            for one in step.patches:
-                if isinstance(one.add, str):
-                    places.append((patch + _Patch.add.offset, 8, one.add))
-                patch += ctypes.sizeof(_Patch)
+            kind = type(step.params)
+            found = [(params + i * MAP_BYTES, one.place, True) for i, one in enumerate(step.maps)]
+            self.maps += [
+                _MapRows(at, one, Layout.of(one.like))
+                for (at, *_), one in zip(found, step.maps, strict=True) if one.rows is not None
+            ]  # fmt: skip
+            found += [(params + _where(kind, name)[0], place, False) for name, place in step.fields.items()]
+            for at, (name, add), is_map in found:
+                if isinstance(add, str):
+                    patch = self.patches + len(addresses) * ctypes.sizeof(_Patch)
+                    places.append((patch + _Patch.add.offset, ctypes.sizeof(_Int), add))
+                addresses.append(_Patch(at, 0, 0 if isinstance(add, str) else add, slot[name], is_map))
+            for field, name in step.numbers.items():
+                at, size = _where(kind, field)
+                places.append((params + at, size, name))
+            if isinstance(step.num_blocks, str):
+                places.append((config + _GRID, 4, step.num_blocks))
+        self.addresses = (_Patch * len(addresses))(*addresses)
         assert all(size in (4, 8) for _, size, _ in places), "numbers of the mask have 32 or 64 bits"
         self.names = tuple(dict.fromkeys(name for *_, name in places))
         number = {name: i for i, name in enumerate(self.names)}
         self.wide, self.narrow = (
-            (np.array([at // size for at, n, _ in places if n == size], dtype=np.int64),
-             np.array([number[name] for _, n, name in places if n == size], dtype=np.int64))
-            for size in (8, 4)
+            np.array([(at // size, number[name]) for at, n, name in places if n == size], dtype=np.int64)
+            .reshape(-1, 2).T for size in (8, 4)
         )  # fmt: skip
 
     def memory(self) -> np.ndarray:
@@ -277,18 +208,23 @@ class LaunchList:
     def __init__(self, steps: Sequence[Step], slots: Sequence[str], stream: int, lock: threading.Lock) -> None:
         form = _Form(steps, slots, lock)
         memory = form.memory()
-        base, number, words = memory.ctypes.data, {name: i for i, name in enumerate(slots)}, []
+
+        def write(at: int, data: Any) -> None:
+            content = np.frombuffer(data, dtype=np.uint8)
+            memory[at : at + len(content)] = content
+
         for step, params, config in zip(steps, form.params, form.configs, strict=True):
-            ctypes.memmove(base + params, step.params, _num_bytes(step))
-            ctypes.memmove(base + config, ctypes.addressof(step.config), ctypes.sizeof(LaunchConfig))
-            LaunchConfig.from_address(base + config).stream = stream
-            for at, slot, add, is_map in step.patches:
-                words += params + at, 0, 0 if isinstance(add, str) else add, number[slot] | is_map << 32
-        memory[form.patches : form.slots] = np.array(words, dtype=np.int64).view(np.uint8)
+            write(params, step.params)
+            for i, one in enumerate(step.maps):
+                if one.rows is None:
+                    write(params + i * MAP_BYTES, driver.tensor_map(Layout.of(one.like), *one.box))
+            launch = LaunchConfig(step.kernel, 1 if isinstance(step.num_blocks, str) else step.num_blocks)
+            launch.stream, launch.num_attributes = stream, step.overlaps
+            write(config, launch)
+        write(form.patches, form.addresses)
         if form.library is not None:
             rows = zip(form.configs, form.kernels, form.params, strict=True)
-            words = [word for config, kernel, params in rows for word in (config, kernel.handle.value, params)]
-            memory[form.steps : form.patches] = np.array(words, dtype=np.int64).view(np.uint8)
+            write(form.steps, (_Step * len(steps))(*((at, kernel.handle.value, params) for at, kernel, params in rows)))
         self._begin(form, memory, (None,) * len(form.maps))
 
     def _begin(self, form: _Form, memory: np.ndarray, rows: tuple[int | None, ...]) -> None:
@@ -309,19 +245,15 @@ class LaunchList:
         values = np.array([numbers[name] for name in form.names], dtype=np.int64)
         for (at, number), dtype in ((form.wide, np.int64), (form.narrow, np.int32)):
             memory.view(dtype)[at] = values[number]
-        rows = tuple(numbers[one.name] for one in form.maps)
+        rows = tuple(numbers[one.map.rows] for one in form.maps)
+        patches = memory[form.patches : form.slots].view(np.int64).reshape(-1, 4)
         for one, count, before in zip(form.maps, rows, self._rows, strict=True):
             if count != before:
-                memory[one.at : one.at + driver.MAP_BYTES] = np.frombuffer(one.encode(count), dtype=np.uint8)
-                self._forget_place(memory, one.at)
+                memory[one.at : one.at + MAP_BYTES] = one.encode(numbers)
+                patches[patches[:, 0] == one.at, 1] = 0  # it lies nowhere: the next call sets its address
         made = object.__new__(LaunchList)
         made._begin(form, memory, rows)
         return made
-
-    def _forget_place(self, memory: np.ndarray, at: int) -> None:
-        """Clears the address that the map at an offset had last, so that the next call sets it."""
-        patches = memory[self._form.patches : self._form.slots].view(np.int64).reshape(-1, 4)
-        patches[patches[:, 0] == at, 1] = 0
 
     def queue(self, *addresses: int) -> None:
         """Queues all kernels; parameters are copied. ``addresses``: one for each slot.
@@ -358,13 +290,6 @@ class LaunchList:
                 patch.last = address
         for kernel, config, params in zip(form.kernels, form.configs, form.params, strict=True):
             kernel.launch(base + config, (ctypes.c_void_p * 1)(base + params))
-
-
-def _num_bytes(step: Step) -> int:
-    """Bytes from the begin of the parameters to the end of the buffer that holds them."""
-    if step.memory is None:
-        return 0
-    return ctypes.addressof(step.memory) + ctypes.sizeof(step.memory) - step.params
 
 
 def _aligned(num_bytes: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from megatron_magi.api import calc_attn
+from megatron_magi.hf import indexed
 from megatron_magi.hf.intervals import Intervals
 from megatron_magi.hf.layer_masks import WINDOWS, Documents, LayerMask, check_mask, check_no_window, document_bounds_of
 from megatron_magi.hf.mask_functions import Rows, Unknown, intervals_of, parts_of, positions_in, to_numpy
@@ -35,7 +36,7 @@ CP_GROUP = "magi_cp_group"
 MAX_DENSE = 16384
 """Tokens up to which a mask function of a user's is evaluated for each pair: the matrix has 256 MiB a sequence then."""
 
-REFUSED = ("head_mask", "position_bias", "alibi", "indices", "block_indices", "sinks", "output_attentions")
+REFUSED = ("head_mask", "position_bias", "alibi", "block_indices", "sinks", "output_attentions")
 """Arguments that change or ask for the attention matrix: biases, keys that a layer selects, a sink for each row."""
 
 
@@ -61,6 +62,7 @@ def layer_mask(
         ValueError: a user's function over more than `MAX_DENSE` tokens; under context parallelism any that
             needs the tensors of the whole sequence.
     """
+    indexed.wrap_indexers()
     shard: Shard | None = getattr(attention_mask, "magi_shard", None)
     if shard is not None:
         return shard.layer_mask(mask_function)
@@ -112,6 +114,7 @@ def attention(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     magi_mask: AttnMask | None = None,
+    indices: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer, as transformers calls it.
@@ -130,6 +133,7 @@ def attention(
         position_ids, cu_seq_lens_q: documents of a packed batch; see `LayerMask.of_layer`.
         cu_seq_lens_k: the same as ``cu_seq_lens_q``.
         magi_mask: in place of the layer's own mask, over ``batch_size * q_length`` tokens.
+        indices: int ``[batch_size, q_length, topk]``, keys that an indexer has chosen; see `indexed`.
 
     Returns:
         ``(out, None)``, out ``[batch_size, q_length, num_heads_q, head_dim_v]``. Rows that see nothing are 0.
@@ -146,6 +150,10 @@ def attention(
     if hasattr(attention_mask, "shard"):
         attention_mask.shard.num_calls += 1
         _check_sink(sink, module, attention_mask.key)
+    if indices is not None:
+        _check_indexed(attention_mask, magi_mask, cu_seq_lens_q)
+        out = indexed.attend(module, q, k, v, indices, attention_mask, logits)
+    elif hasattr(attention_mask, "shard"):
         out, _ = calc_attn(q, k, v, attention_mask.key, **logits)
     elif getattr(module, CP_GROUP, None) is not None:
         kind = type(attention_mask).__name__
@@ -166,6 +174,16 @@ def attention(
         _check_keys(mask, len(k))
         out, _ = slice_attention(q, k, v, mask, **logits)
     return out.view(batch_size, q_length, num_heads, -1), None
+
+
+def _check_indexed(attention_mask: Any, magi_mask: AttnMask | None, cu_seq_lens: Tensor | None) -> None:
+    """Raises ValueError for masks of the batch that the indexer of a layer on one rank was not given."""
+    if not isinstance(attention_mask, LayerMask):
+        return
+    if magi_mask is not None:
+        raise ValueError("magi_mask: the indexers of this model choose keys by the model's own mask; drop it")
+    if cu_seq_lens is not None and attention_mask.of_layer(None, cu_seq_lens) != attention_mask.of_layer(None, None):
+        raise ValueError("cu_seq_lens_q: the indexers of this model know documents by position_ids alone; give these")
 
 
 def _at_positions(

@@ -64,6 +64,12 @@ def rows_from(index: Any) -> int:
     raise ValueError(_ALIEN)
 
 
+def is_of_one_head(index: Any) -> bool:
+    """Is it ``[:, 0, :, :]``, as models take the mask of their indexers?"""
+    whole = slice(None)
+    return isinstance(index, tuple) and len(index) == 4 and type(index[1]) is int and index == (whole, 0, whole, whole)
+
+
 class LayerMask(NoTensor):
     """The mask of a layer, over the sequences of a batch one after another.
 
@@ -95,7 +101,9 @@ class LayerMask(NoTensor):
         return self.intervals.mask(self._kv_length * len(self._parts))
 
     def __getitem__(self, index: Any) -> LayerMask:
-        """The last rows, for which alone Gemma 4 computes its layers that have the keys of others."""
+        """The last rows, for which alone Gemma 4 computes its layers that have the keys of others; or of one head."""
+        if is_of_one_head(index):
+            return self
         num_rows = self._parts[0].lo.shape[1] if self._last_rows is None else self._last_rows
         last_rows = num_rows - slice(rows_from(index), None).indices(num_rows)[0]
         options = {"has_window": self.has_window, "documents": self._documents}

@@ -19,6 +19,7 @@ from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
+from megatron_magi.hf.indexed import LAYER, is_known
 from megatron_magi.hf.loaders import prepare_by_batch
 from megatron_magi.hf.media import decoder_of, embedded, give_to_decoder
 from megatron_magi.hf.numbering import check_ropes
@@ -55,9 +56,10 @@ def context_parallel(
 
     Raises:
         ValueError: the model is over another group already, attends otherwise, has layers that look at other tokens in
-            another way (Mamba, indexed attention), has one output for a sequence, or computes another loss than that of
-            a causal language model. In forward: as `shard_batch`, except that images, videos and audio are embedded by
-            the model if it gives its language model nothing but embeddings and positions; no labels in training or
+            another way (Mamba, indexed attention that `hf.indexed` does not know), has one output for a sequence, or
+            computes another loss than that of a causal language model. In forward: as `shard_batch`, except that
+            images, videos and audio are embedded by the model if it gives its language model nothing but embeddings
+            and positions; no labels in training or
             with ``num_items_in_batch``.
     """
     group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
@@ -279,7 +281,7 @@ def _check_model(model: PreTrainedModel) -> None:
         raise ValueError(
             f"model: {type(model).__name__} takes no position_ids, by which the tokens of a rank have their places"
         )
-    others = set(getattr(text, "layer_types", None) or ()) - LAYERS
+    others = set(getattr(text, "layer_types", None) or ()) - (LAYERS | {LAYER} if is_known(model) else LAYERS)
     if others or getattr(model, "_is_stateful", False):
         raise ValueError(
             "model: layers that look at other tokens in another way than full, sliding or chunked attention cannot be "

@@ -31,6 +31,7 @@ from megatron_magi.hf.layer_masks import (
     check_mask,
     check_no_window,
     document_bounds_of,
+    is_of_one_head,
     rows_from,
 )
 from megatron_magi.hf.mask_functions import (
@@ -63,7 +64,7 @@ class ShardMask(NoTensor):
 
     def __getitem__(self, index: Any) -> ShardMask:
         """All rows; see `LayerMask`, which has the last ones too."""
-        if rows_from(index):
+        if not is_of_one_head(index) and rows_from(index):
             raise ValueError("logits_to_keep: tokens are not in order under context parallelism; keep all logits")
         return self
 

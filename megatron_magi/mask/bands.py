@@ -42,6 +42,31 @@ def row_bounds(bands: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
     return lo, hi
 
 
+def row_intervals(bands: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """The keys of some rows, as intervals.
+
+    Args:
+        bands: int64 ``[n, 6]``.
+        rows: int64 ``[num_rows]``, not negative, in any order.
+
+    Returns:
+        ``(lo, hi)``, int64 ``[m, num_rows]``: row i sees the keys ``lo[j, i] <= k < hi[j, i]`` for each j; m is the
+        largest number of intervals of a row, at least 1, and those that a row lacks are empty.
+    """
+    band, query = expand(bands[:, Q0], np.maximum(bands[:, Q1] - bands[:, Q0], 0))
+    first, past = row_bounds(bands[band], query)
+    order = np.argsort(query, kind="stable")
+    order = order[first[order] < past[order]]
+    query, first, past = query[order], first[order], past[order]
+    begin = np.searchsorted(query, rows)
+    count = np.searchsorted(query, rows, side="right") - begin
+    lo, hi = np.zeros((2, max(1, int(count.max(initial=0))), len(rows)), dtype=np.int64)
+    for j in range(len(lo)):
+        has = count > j
+        lo[j, has], hi[j, has] = first[begin[has] + j], past[begin[has] + j]
+    return lo, hi
+
+
 def shift_keys(bands: IntArray, by: int) -> IntArray:
     """The bands of the mask after all key indices have grown by ``by``."""
     out = bands.copy()

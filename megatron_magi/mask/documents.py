@@ -90,7 +90,7 @@ def read_documents(
     if cu_seqlens_k is not None and doc_lengths_k is not None:
         raise ValueError("cu_seqlens_k, doc_lengths_k: give at most one")
     cu_k, name_k = cu_q, ""
-    if cu_seqlens_k is not None:
+    if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens:
         cu_k, name_k = cumulative(cu_seqlens_k, "cu_seqlens_k"), "cu_seqlens_k"
     elif doc_lengths_k is not None:
         cu_k, name_k = lengths_to_cumulative(doc_lengths_k, "doc_lengths_k"), "doc_lengths_k"

@@ -23,6 +23,8 @@ def find_overlap(bands: np.ndarray) -> tuple[int, int, int, int] | None:
     Returns:
         ``(i, j, q, k)``, indices into ``bands`` with i < j and one pair that both cover.
     """
+    if (bands[1:, bd.Q0] >= bands[:-1, bd.Q1]).all():
+        return None  # queries ascend, as those of packed documents do
     live = np.flatnonzero((bands[:, bd.Q0] < bands[:, bd.Q1]) & (bands[:, bd.K0] < bands[:, bd.K1]))
     by_query, by_key = _Sweep(bands, live), _Sweep(bd.transpose(bands), live)
     if by_query.num_pairs <= by_key.num_pairs:

@@ -162,11 +162,13 @@ class BatchDispatcher:
         padding, roll = named.get("padding"), planned.roll
         successors = roll and RollArgs.from_uploaded(roll, [named[f"roll{i}"] for i in range(roll.num_arrays)])
         order = TokenOrder.from_arrays(named, planned.dispatch.padded_seqlen)
+        sources = enumerate(self.planner.masks.sources)
+        visible = {source.text: named[f"visible{i}"] for i, source in sources if f"visible{i}" in named}
         params = MagiSeqParams(
             qkv_format="sbhd",
             max_seqlen_q=planned.num_positions,
             max_seqlen_kv=planned.num_positions,
-            plans=LayerPlans(self.planner, batch.fields, planned, successors, order),
+            plans=LayerPlans(self.planner, batch.fields, planned, successors, order, visible),
             layout=ShardLayout(planned.batch_size, len(named["tokens"]), named["positions"], named["roll_keeps"]),
             num_loss_tokens=planned.num_loss_tokens,
         )

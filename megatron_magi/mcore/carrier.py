@@ -6,14 +6,18 @@ prediction capture it, so a microbatch that is replayed or still in flight has i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.comm.roll import RollArgs, make_roll_args
 from megatron_magi.config import MagiConfig
+from megatron_magi.mask import AttnMask
 from megatron_magi.mcore.planner import Fields, PlannedBatch, Planner
 from megatron_magi.mcore.token_order import TokenOrder
 from megatron_magi.plan import RankPlan
@@ -31,10 +35,12 @@ class LayerPlans:
         planned: what was made ahead.
         successors: made of its arrays, if it has them.
         order: likewise.
+        visible: likewise, by the text of their masks; see `visible_keys`.
 
     Attributes:
         stats: of the plan that decided the distribution of tokens.
         dispatch: the distribution.
+        chosen_keys: by the numbers of layers that share them, lists of keys, int ``[num_rows, topk]``.
     """
 
     def __init__(
@@ -44,9 +50,13 @@ class LayerPlans:
         planned: PlannedBatch,
         successors: RollArgs | None,
         order: TokenOrder | None,
+        visible: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._planner = planner
         self._order = order
+        self._visible = dict(visible or {})
+        self._key: DistAttnRuntimeKey | None = None
+        self.chosen_keys: dict[int, torch.Tensor] = {}
         self._fields = fields
         self._plans = planned.prepared.plans
         self._successors = successors
@@ -77,6 +87,34 @@ class LayerPlans:
         if source.text not in self._plans:
             self._plans[source.text] = self._planner.plan_of(source, self._fields, self.dispatch)
         return self._plans[source.text]
+
+    def visible_keys(self, layer_number: int, device: torch.device) -> torch.Tensor:
+        """The keys from which a layer may choose, as `layout.visible_keys`, of this rank's tokens without padding.
+
+        Made on first use where they were not prepared.
+        """
+        source = self._planner.masks.of(layer_number, None)
+        if source.text not in self._visible:
+            bounds = self._planner.visible_keys(source, self._fields, self.dispatch)
+            self._visible[source.text] = torch.from_numpy(bounds).to(device)
+        return self._visible[source.text]
+
+    def key_of(self, cp_group: dist.ProcessGroup) -> DistAttnRuntimeKey:
+        """A key of this distribution of tokens, for functions of `megatron_magi.api` that do not look at its mask."""
+        if self._key is None:
+            dispatch = self.dispatch
+            self._key = DistAttnRuntimeKey(
+                AttnMask([], dispatch.total_seqlen),
+                num_heads_q=None,
+                num_heads_kv=None,
+                head_dim=None,
+                cp_group=cp_group,
+                config=self.config,
+                layout=dispatch,
+                total_seqlen=dispatch.padded_seqlen,
+                pad_size=dispatch.padded_seqlen - dispatch.total_seqlen,
+            )
+        return self._key
 
     def order(self, device: torch.device) -> TokenOrder | None:
         """For linear layers; None where each sequence is a document and is whole on this rank, as to Megatron.

@@ -23,7 +23,7 @@ from megatron_magi.cuda.target import local_target
 from megatron_magi.mcore import loader, sample_packing
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch, ReadBatches
 from megatron_magi.mcore.groups import make_agreement_group
-from megatron_magi.mcore.hybrid_pattern import linear_layers
+from megatron_magi.mcore.hybrid_pattern import has_sparse_layers, linear_layers
 from megatron_magi.mcore.kernels import compile_ahead
 from megatron_magi.mcore.layout import layout_of
 from megatron_magi.mcore.look_ahead import LookAhead, look_ahead_of
@@ -58,6 +58,7 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
         rolls=bool(args.mtp_num_layers),
         compares=agreement_group is not None,
         has_linear_layers=bool(linear_layers(args)),
+        has_sparse_layers=has_sparse_layers(args),
         layout=layout_of(args),
     )
     check_captures(args, planner.shape, config.comm.impl, cp_group)

@@ -6,19 +6,27 @@ Imports no layers.
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
 from megatron_magi.mcore.versions import found_version, release
 
-_ATTENTION = "*+"
+_ATTENTION = "*+D"
 _LINEAR = "MG"
-_REFUSED = {"D": "sparse attention of DeepSeek"}
-_VARIANT = "gated_delta_net"
+_VARIANT, _SPARSE_VARIANT = "gated_delta_net", "dsa"
+_UNFIT_FOR_SPARSE = {
+    "softmax_type": ("vanilla", "Megatron's sparse attention has no sinks; leave it vanilla"),
+    "window_size": (None, "Megatron's sparse attention has no windows; drop it"),
+    "dsa_kernel_backend": ("none", "these kernels take the place of this package's; leave it none"),
+    "qk_clip": (False, "Megatron's absorbed latent attention does not clip; drop it"),
+    "log_max_attention_logit": (False, "Megatron's sparse attention reports no logits; drop it"),
+}
+"""Options that do not go with sparse attention: the value that does, and what to do."""
 _MAMBA_EXPANSION = 2
 """Channels of a Mamba layer over the hidden size, where the number of its heads is not given."""
 
 
 def check(pattern: str | None, name: str = "hybrid_layer_pattern") -> None:
-    """Refuses patterns with layers that `--attention-backend magi` does not know.
+    """Refuses patterns with layers that `--attention-backend magi` does not know of older Megatrons.
 
     Args:
         pattern: as ``--hybrid-layer-pattern`` takes it; None has no layers.
@@ -27,24 +35,18 @@ def check(pattern: str | None, name: str = "hybrid_layer_pattern") -> None:
     Raises:
         ValueError: there are such layers; names them.
     """
-    letters = pattern or ""
-    found = [f"{letter} ({kind})" for letter, kind in _REFUSED.items() if letter in letters]
-    if found:
-        raise ValueError(
-            f"{name}: {pattern!r} has the layers {', '.join(found)}, which do not work with "
-            "--attention-backend magi, as they choose their keys themselves; *, +, -, E, M and G do"
-        )
-    if "G" in letters:
-        _check_version(f"{name}: {pattern!r} has the layers G (gated delta net), which")
+    for letter, kind in (("G", "gated delta net"), ("D", "sparse attention of DeepSeek")):
+        if letter in (pattern or ""):
+            _check_version(f"{name}: {pattern!r} has the layers {letter} ({kind}), which")
 
 
 def check_variant(variant: str | None) -> None:
-    """Refuses GPTs with another ``experimental_attention_variant`` than gated delta nets.
+    """Refuses GPTs with another ``experimental_attention_variant`` than gated delta nets and sparse attention.
 
     Raises:
         ValueError: it is another one.
     """
-    if variant == _VARIANT:
+    if variant in (_VARIANT, _SPARSE_VARIANT):
         _check_version(f"experimental_attention_variant: {variant!r} layers")
     elif variant is not None:
         raise ValueError(f"experimental_attention_variant: {variant!r} does not work with --attention-backend magi")
@@ -53,6 +55,51 @@ def check_variant(variant: str | None) -> None:
 def _check_version(what: str) -> None:
     if release(found_version()) < (0, 19):
         raise ValueError(f"{what} need megatron-core 0.19 with --attention-backend magi, found {found_version()}")
+
+
+def has_sparse_layers(args: Namespace) -> bool:
+    """Has a model layers whose attention chooses keys by an indexer?"""
+    patterns = (getattr(args, name, None) or "" for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
+    variant = getattr(args, "experimental_attention_variant", None)
+    return variant == _SPARSE_VARIANT or any("D" in pattern for pattern in patterns)
+
+
+def check_sparse_options(options: Any) -> None:
+    """Refuses options of a command line or a ``TransformerConfig`` that do not go with sparse attention.
+
+    Raises:
+        ValueError: there is one; names it.
+    """
+    for name, (allowed, advice) in _UNFIT_FOR_SPARSE.items():
+        value = getattr(options, name, allowed)
+        if getattr(value, "name", value) != allowed:
+            raise ValueError(f"{name}: got {value}, but {advice}")
+
+
+def check_sparse_layers(args: Namespace) -> None:
+    """Refuses options that do not go with sparse attention, if the model has some.
+
+    Args:
+        args: a parsed command line.
+
+    Raises:
+        ValueError: there is one; names it.
+    """
+    if not has_sparse_layers(args):
+        return
+    check_sparse_options(args)
+    if (args.micro_batch_size or 1) > 1:
+        raise ValueError(
+            f"micro_batch_size: Megatron's absorbed latent attention, of which sparse attention is made, takes one "
+            f"sequence of a packed microbatch, got {args.micro_batch_size}; give --micro-batch-size 1"
+        )
+    if args.cuda_graph_impl == "full_iteration":
+        raise ValueError(
+            "cuda_graph_impl: full_iteration with --attention-backend magi does not work with sparse attention, which "
+            "takes the bounds of documents from outside of the graph"
+        )
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise ValueError("sequence_parallel: absorbed latent attention needs it with tensor parallelism; give it")
 
 
 def linear_layers(args: Namespace) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
@@ -12,6 +13,18 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+    AbsorbedMLASelfAttention,
+    AbsorbedMLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexer,
+    DSAIndexerSubmodules,
+    DSAttention,
+    DSAttentionSubmodules,
+)
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -26,10 +39,12 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_magi.mcore import seams
+from megatron_magi.mcore.versions import found_version, release
+from megatron_magi.runtime.upload import current_device
 
 
 def local_stack_spec(config: Any) -> ModuleSpec:
-    """The counterpart of Megatron's ``hybrid_stack_spec`` for all its layers but sparse attention.
+    """The counterpart of Megatron's ``hybrid_stack_spec`` for all its layers.
 
     In checkpoints norms have the names that they have in those of a GPT's local layers, which are those of
     Transformer Engine, so that either can be read as the other.
@@ -53,6 +68,8 @@ def local_stack_spec(config: Any) -> ModuleSpec:
         moe_layer=_mlp(MoETransformerLayer, experts),
         mtp_block_spec=_multi_token_prediction(dense.input_layernorm),
     )
+    if release(found_version()) >= (0, 19):  # before, it has other parts
+        layers["dsa_layer"] = _sparse_attention(config, dense.input_layernorm)
     return ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(**layers))
 
 
@@ -90,6 +107,68 @@ def _attention(of: TransformerLayerSubmodules) -> ModuleSpec:
         sharded_state_dict_keys_map=of.sharded_state_dict_keys_map,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _sparse_attention(config: Any, norm: Any) -> ModuleSpec:
+    products = LocalSpecProvider()
+    column, own_norm = products.column_parallel_linear(), norm if config.qk_layernorm else IdentityOp
+    indexer = DSAIndexerSubmodules(
+        linear_wq_b=ReplicatedLinear,
+        linear_wk=ReplicatedLinear,
+        k_norm=products.layer_norm(rms_norm=False, for_qk=True),
+        linear_weights_proj=ReplicatedLinear,
+    )
+    attention = AbsorbedMLASelfAttentionSubmodules(
+        linear_q_proj=column,
+        linear_q_down_proj=column,
+        linear_q_up_proj=column,
+        linear_kv_down_proj=column,
+        linear_kv_up_proj=column,
+        core_attention=ModuleSpec(
+            module=DSAttention,
+            submodules=DSAttentionSubmodules(indexer=ModuleSpec(module=DSAIndexer, submodules=indexer)),
+        ),
+        linear_proj=products.row_parallel_linear(),
+        q_layernorm=own_norm,
+        kv_layernorm=own_norm,
+    )
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=ModuleSpec(
+            module=AbsorbedMLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+        ),
+        self_attn_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+class ReplicatedLinear(torch.nn.Linear):
+    """A linear layer that all tensor-parallel ranks hold, as Transformer Engine's with ``parallel_mode="duplicated"``.
+
+    Args:
+        input_size, output_size: of a row.
+        config: the model's `TransformerConfig`.
+        init_method: draws the weight.
+        bias: must be False.
+        **_options: of Transformer Engine's layer, which say the same.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool = False, **_options: Any
+    ) -> None:
+        assert not bias, "the layers that are replicated have no bias"
+        device = torch.device("cpu") if config.use_cpu_initialization else current_device()
+        self._draw = init_method if config.perform_initialization else None
+        super().__init__(input_size, output_size, bias=False, device=device, dtype=config.params_dtype)
+
+    def reset_parameters(self) -> None:
+        """Draws the weight as the configuration says."""
+        if self._draw is not None:
+            self._draw(self.weight)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The product, and no bias."""
+        return super().forward(x), None
 
 
 def _mlp(layer: type, of: TransformerLayerSubmodules) -> ModuleSpec:

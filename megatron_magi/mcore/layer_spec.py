@@ -10,13 +10,17 @@ from typing import Any
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
 from megatron_magi.mcore.core_attention import MagiCoreAttention, MagiTECoreAttention
 from megatron_magi.mcore.linear_layers import FAMILIES, REPLACEMENTS, LinearLayerMixin
+from megatron_magi.mcore.sparse_attention import MagiDSAttention
 
 _FIELD, _MODULE = "core_attention", "module"
+_MODULES: dict[type, type[nn.Module]] = {**REPLACEMENTS, DSAttention: MagiDSAttention}
+"""Modules of specs, whose submodules stay: what takes their place."""
 
 
 def _replacements() -> dict[type, type[MagiCoreAttention]]:
@@ -31,7 +35,7 @@ def _replacements() -> dict[type, type[MagiCoreAttention]]:
 
 def replace_core_attention(spec: Any) -> Any:
     """A copy of a layer spec in which local and TE core attention are `MagiCoreAttention` or its variant for TE, and
-    linear layers those of `megatron_magi.mcore.linear_layers`.
+    linear layers those of `megatron_magi.mcore.linear_layers`; DeepSeek's sparse attention is `MagiDSAttention`.
 
     Any other core attention is left where it is; `check_attention` finds it in the model. The
     spec itself is not touched: Megatron shares parts of specs between models.
@@ -58,7 +62,7 @@ def _copy(node: Any, replacements: dict[type, type[MagiCoreAttention]]) -> Any:
         value = getattr(node, item.name)
         named = replacements.get(_named_class(value)) if item.name == _FIELD else None
         if item.name == _MODULE and isinstance(value, type):
-            named = REPLACEMENTS.get(value)
+            named = _MODULES.get(value)
         value = _copy(value, replacements) if named is None else named
         object.__setattr__(out, item.name, value)
     return out
@@ -86,7 +90,7 @@ def check_attention(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, Attention):
             core = getattr(module, "core_attention", None)
-            if not isinstance(core, MagiCoreAttention):
+            if not isinstance(core, (MagiCoreAttention, MagiDSAttention)):
                 raise ValueError(
                     f"transformer_layer_spec: {name} ({type(module).__name__}) has the core attention "
                     f"{type(core).__name__}, which --attention-backend magi cannot replace"

@@ -8,6 +8,8 @@ from argparse import Namespace
 import numpy as np
 
 from megatron_magi.config import DispatchConfig
+from megatron_magi.mask import AttnMask
+from megatron_magi.mask import bands as bd
 from megatron_magi.plan import Dispatch, given_dispatch
 
 
@@ -59,3 +61,16 @@ def bounds_of_documents(cu_seqlens: np.ndarray, padded_seqlen: int) -> np.ndarra
     """`token_order.TokenOrder.cu_seqlens_q` of documents that padding follows."""
     tail = [padded_seqlen] if padded_seqlen > cu_seqlens[-1] else []
     return np.append(cu_seqlens, tail).astype(np.int32)
+
+
+def visible_keys(mask: AttnMask, rows: np.ndarray) -> np.ndarray:
+    """The keys that a mask shows some queries, for layers that choose among them.
+
+    Args:
+        mask: of the layer.
+        rows: queries, int64 ``[num_rows]``.
+
+    Returns:
+        int32 ``[2, n, num_rows]``, first and past-the-last key of n intervals, as `mask.bands.row_intervals` has them.
+    """
+    return np.stack(bd.row_intervals(mask.bands, rows)).astype(np.int32)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megatron_magi.mcore import seams
@@ -46,7 +47,7 @@ class MagiModelMixin:
         if rotary is not None:
             unslice(rotary)
         for module in self.modules():
-            if isinstance(module, MultiLatentAttention):
+            if isinstance(module, (MultiLatentAttention, AbsorbedMLASelfAttention)):
                 LatentRotary(module)
 
     @contextmanager

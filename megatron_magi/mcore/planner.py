@@ -21,7 +21,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.microbatch import Microbatch, document_bounds, sequence_bounds
 from megatron_magi.mask.source import LayerMasks, MaskSource
-from megatron_magi.mcore.layout import bounds_of_documents, dispatch_in, positions_of_rows
+from megatron_magi.mcore.layout import bounds_of_documents, dispatch_in, positions_of_rows, visible_keys
 from megatron_magi.plan import Dispatch, PlanSet, PlanStats, RankPlan, make_plan
 
 SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
@@ -42,8 +42,8 @@ class PlannedBatch:
         prepared: plans by the text of their masks. Its arrays are this rank's rows of `SEQUENCES`, ``[num_rows]``;
             ``positions`` and ``roll_keeps`` of `ShardLayout`; ``padding``, bool, where a rank has some; ``documents``,
             their bounds in the whole microbatch, where they confine attention; ``order_bounds`` and, where rows are
-            not in order, ``order_positions`` of `TokenOrder`, where linear layers need it; ``roll0`` and on, see
-            `roll`.
+            not in order, ``order_positions`` of `TokenOrder`, where linear layers need it; ``visible0`` and on, of each
+            mask `layout.visible_keys` of this rank's tokens, where layers choose keys; ``roll0`` and on, see `roll`.
         dispatch: the distribution of tokens that all plans share.
         stats: of the plan that decided it.
         fingerprint: 63 bits that ranks compare; below `FAILED`.
@@ -95,6 +95,7 @@ class Planner:
         rolls: rows will be shifted by one token, as in multi-token prediction.
         compares: ranks compare what they read; without it the fingerprint is of the plans alone.
         has_linear_layers: layers run through the tokens of documents in their order.
+        has_sparse_layers: layers choose keys by an indexer.
         layout: of the tokens, ``zigzag`` or ``contiguous``; the planner's own when None.
     """
 
@@ -109,6 +110,7 @@ class Planner:
     rolls: bool = False
     compares: bool = True
     has_linear_layers: bool = False
+    has_sparse_layers: bool = False
     layout: str | None = None
     _last: list[_PlannedMasks] = field(default_factory=list, repr=False)  # the one made last, or none
 
@@ -142,6 +144,8 @@ class Planner:
             arrays["documents"] = microbatch.cu_seqlens
         if self.has_linear_layers:
             arrays |= _order_arrays(microbatch, dispatched)
+        if self.has_sparse_layers:
+            arrays |= {f"visible{i}": _visible(mask, index) for i, mask in enumerate(masks.values())}
         arrays |= {f"roll{i}": table for i, table in enumerate(made.roll_tables)}
         return PlannedBatch(
             made.prepared.batch(arrays),
@@ -190,6 +194,10 @@ class Planner:
     def order_arrays(self, fields: Fields, dispatch: Dispatch) -> dict[str, np.ndarray]:
         """Arrays of a microbatch's `TokenOrder`; none where each sequence is a document and whole on this rank."""
         return _order_arrays(self._microbatch(fields), dispatch)
+
+    def visible_keys(self, source: MaskSource, fields: Fields, dispatch: Dispatch) -> np.ndarray:
+        """`layout.visible_keys` of this rank's tokens, without padding, in a mask of a microbatch."""
+        return _visible(source(self._microbatch(fields)), dispatch.global_index(self.cp_rank))
 
     def _check_length(self, fields: Fields, dispatched: Dispatch) -> None:
         batch_size, seqlen = fields["tokens"].shape
@@ -240,6 +248,10 @@ def _order_arrays(microbatch: Microbatch, dispatch: Dispatch) -> dict[str, np.nd
     arrays = {"order_bounds": bounds_of_documents(documents, dispatch.padded_seqlen)}
     positions = positions_of_rows(dispatch, microbatch.batch_size)
     return arrays if positions is None else {**arrays, "order_positions": positions}
+
+
+def _visible(mask: AttnMask, index: np.ndarray) -> np.ndarray:
+    return visible_keys(mask, index[index < mask.total_seqlen_q])
 
 
 def _check_sequences(x: Any, name: str) -> None:

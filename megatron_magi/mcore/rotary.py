@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import nn
 
@@ -47,7 +48,7 @@ class LatentRotary:
     one sequence as ``[num_tokens, ...]``, without a batch dimension, and the angles follow.
     """
 
-    def __init__(self, layer: MultiLatentAttention) -> None:
+    def __init__(self, layer: MultiLatentAttention | AbsorbedMLASelfAttention) -> None:
         self._original = layer.rotary_pos_emb.forward
         self._params: MagiSeqParams | None = None
         layer.rotary_pos_emb.forward = self

@@ -65,6 +65,7 @@ _BLENDED = "core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatase
 _HYBRID = "core.models.hybrid"
 _EMBEDDINGS = "core.models.common.embeddings"
 _LATENT = "core.transformer.multi_latent_attention"
+_SPARSE = "core.transformer.experimental_attention_variant"
 _CORE_ARGUMENTS = ("config", "layer_number", "attn_mask_type", "attention_type", "softmax_scale", "cp_comm_type",
                    "pg_collection")  # fmt: skip
 _CORE_CALL = ("query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias", "packed_seq_params")
@@ -163,6 +164,22 @@ SEAMS = (
     Seam("core.transformer.utils:make_sharded_tensors_for_checkpoint", "relied on", ("state_dict", "prefix",
          "tensor_parallel_layers_axis_map", "sharded_offsets", "tp_group", "dp_cp_group"), "core_attention",
          "sinks under Megatron's keys"),
+    # Sparse attention
+    Seam(f"{_SPARSE}.dsa:DSAttention.__init__", "exchanged in specs", ("config", "submodules", "layer_number",
+         "attn_mask_type", "attention_type", "softmax_scale", "k_channels", "v_channels", "cp_comm_type",
+         "pg_collection"), "sparse_attention", "constructed with these", since="0.19"),
+    Seam(f"{_SPARSE}.dsa:DSAttention.forward", "exchanged in specs", ("query", "key", "value", "attention_mask", "x",
+         "qr", "packed_seq_params", "up_v_weight"), "sparse_attention", "called with these",
+         fragment="self.indexer.forward_before_topk(x, qr, packed_seq_params)", since="0.19"),
+    Seam(f"{_SPARSE}.dsa:DSAIndexer.forward_before_topk", "relied on", ("x", "qr", "packed_seq_params"),
+         "sparse_attention", "queries, keys and weights of the indexer", fragment="return q, k, weights", since="0.19"),
+    Seam(f"{_SPARSE}.absorbed_mla:AbsorbedMLASelfAttention.forward", "relied on", ("hidden_states",
+         "packed_seq_params"), "rotary", "a hook takes the carrier from its arguments", since="0.19"),
+    Seam(f"{_SPARSE}.dsa:DSAIndexerLossLoggingHelper.save_loss_to_tracker", "relied on", ("loss", "layer_number",
+         "num_layers", "reduce_group"), "sparse_attention", "sums parts of the loss over ranks", since="0.19"),
+    Seam("core.pipeline_parallel.schedules:forward_step_calc_loss", "relied on", ("config", "cp_group_size"),
+         "sparse_attention", "the indexer's loss of a rank weighs as many times as there are ranks",
+         fragment="loss_scale * cp_size_for_scaling / num_microbatches", since="0.19"),
     # Linear layers
     Seam("core.ssm.mamba_mixer:MambaMixer.forward", "exchanged in specs", ("hidden_states", "inference_context",
          "packed_seq_params"), "linear_layers", "called with these"),
@@ -204,6 +221,8 @@ SEAMS = (
          "gradients of the queries' norm counted once", fragment="self.q_layernorm = "),
     Seam(f"{_LATENT}:FusedMLASelfAttention.__init__", "repaired", ("self", "config"), "wheel_repairs", "likewise",
          fragment="self.q_layernorm = "),
+    Seam(f"{_SPARSE}.absorbed_mla:AbsorbedMLASelfAttention.__init__", "repaired", ("self", "config"), "wheel_repairs",
+         "gradients of the rotary key from all heads", fragment="self.linear_kv_down_proj = ", since="0.19"),
     Seam("core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads", "relied on", ("model",
          "config"), "wheel_repairs", "norms of queries and keys by their names",
          fragment='config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)'),

@@ -80,6 +80,8 @@ def settle_arguments(args: Namespace) -> list[str]:
     notices = []
     if args.context_parallel_size > 1 and args.cp_comm_type != ["p2p"]:
         notices.append(_cp_comm_type_notice(args))
+    if args.context_parallel_size > 1 and hybrid_pattern.has_sparse_layers(args):
+        args.cp_comm_type = ["allgather"]  # the one that Megatron takes with sparse attention
     if args.flash_attention_version is not None:
         notices.append("flash_attention_version: no effect with --attention-backend magi, which has its own kernels")
     reason = None
@@ -250,8 +252,8 @@ def check_config(args: Namespace, default: MagiConfig) -> None:
         default: what holds where the command line says nothing.
 
     Raises:
-        ValueError: it asks for uneven shards, for sums of gradients that are summed already, or for queries that travel
-            in captured iterations.
+        ValueError: it asks for uneven shards, for sums of gradients that are summed already, for queries that travel in
+            captured iterations, or for groups of heads where the largest logits are wanted.
     """
     if default.comm.dsink_all_reduce == "sum" and args.softmax_type == "learnable" and args.context_parallel_size > 1:
         raise ValueError(
@@ -263,6 +265,12 @@ def check_config(args: Namespace, default: MagiConfig) -> None:
     is_captured = args.context_parallel_size > 1 and getattr(args, "cuda_graph_impl", "none") == "full_iteration"
     if is_captured and default.dispatch.queries == "travel":
         raise ValueError("dispatch.queries: 'travel' (MAGI_ATTENTION_QO_COMM=1) does not go with captured iterations")
+    wants_logits = args.qk_clip or args.log_max_attention_logit
+    if default.dispatch.flatten_head_groups and args.context_parallel_size > 1 and wants_logits:
+        raise ValueError(
+            "dispatch.flatten_head_groups: True (MAGI_ATTENTION_FLATTEN_HEAD_GROUPS=1) does not go with --qk-clip or "
+            "--log-max-attention-logit, which want the largest logit of each head"
+        )
 
 
 def check_masks(
@@ -373,6 +381,7 @@ def _check_layers(args: Namespace) -> None:
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern"):
         hybrid_pattern.check(getattr(args, name, None), name)
     hybrid_pattern.check_variant(getattr(args, "experimental_attention_variant", None))
+    hybrid_pattern.check_sparse_layers(args)
     balancing = args.moe_router_load_balancing_type
     names = balancing if isinstance(balancing, list) else [balancing]
     if args.num_experts and "seq_aux_loss" in names and args.micro_batch_size and args.micro_batch_size > 1:

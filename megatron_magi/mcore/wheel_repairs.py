@@ -21,6 +21,7 @@ _NORM = "core.transformer.torch_norm:WrappedTorchNorm.__new__"
 _YARN = "core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache"
 _OPTIMIZER = "core.optimizer.distrib_optimizer:DistributedOptimizer"
 _LATENT = "core.transformer.multi_latent_attention"
+_ABSORBED = "core.transformer.experimental_attention_variant.absorbed_mla:AbsorbedMLASelfAttention.__init__"
 _LAYERS = "core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules"
 _INFERENCE = "core.transformer.multi_token_prediction:is_inference_column_parallel_linear"
 _REPLAYS = "core.rerun_state_machine:RerunDataIterator.__next__"
@@ -135,11 +136,16 @@ def _repair_latent_attention() -> None:
     The norm of low-rank queries, without sequence parallelism, has the same whole gradient on all ranks, but
     distributed/finalize_model_grads.py:452 takes it by its name for a norm of heads and adds it up. Its mark here
     makes that a mean.
+
+    Absorbed latent attention (experimental_attention_variant/absorbed_mla.py:470), which is for sequence parallelism
+    alone, loses the gradients of the rotary key in split projections likewise.
     """
     for name in ("MLASelfAttention", "FusedMLASelfAttention"):
         down, init = f"{_LATENT}:{name}._qkv_down_projection", f"{_LATENT}:{name}.__init__"
         seams.put(down, _with_whole_rotary_key(seams.original(down)))
         seams.put(init, _with_marked_norm(seams.original(init)))
+    if seams.needed(_ABSORBED):
+        seams.put(_ABSORBED, _with_joined_projection(seams.original(_ABSORBED)))
 
 
 def _with_marked_norm(original: Callable) -> Callable:
@@ -150,6 +156,25 @@ def _with_marked_norm(original: Callable) -> Callable:
         if norm is not None and not self.config.sequence_parallel:
             for parameter in norm.parameters():
                 parameter.average_gradients_across_tp_domain = True
+
+    return init
+
+
+def _with_joined_projection(original: Callable) -> Callable:
+    from megatron.core import tensor_parallel
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        group, width = self.pg_collection.tp, self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
+
+        def join(_module: torch.nn.Module, _args: tuple, out: tuple) -> tuple:
+            if group.size() == 1 or out[0].size(-1) == width:
+                return out
+            latent = tensor_parallel.gather_from_tensor_model_parallel_region(out[0], group=group)
+            return tensor_parallel.scatter_to_sequence_parallel_region(latent, group=group), *out[1:]
+
+        self.linear_kv_down_proj.register_forward_hook(join)
 
     return init
 

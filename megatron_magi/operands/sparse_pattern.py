@@ -140,7 +140,7 @@ def check_numbers(pattern: SparsePattern, num_keys: int) -> None:
     if len(pattern.tensors) == 2:
         offsets, n = pattern.tensors[0], entries.shape[0]
         if bool((offsets[:, 0] < 0).any() or (offsets.diff() < 0).any() or (offsets[:, -1] > n).any()):
-            raise ValueError(f"blocks: expected offsets that never fall, from 0 on and up to at most {n}")
+            raise ValueError(f"blocks: expected offsets that never fall and lie in 0 to {n}")
     if not pattern.is_mask and entries.numel() and int(entries.max()) >= columns:
         name = "indices" if pattern.k_block == 1 else "blocks"
         raise ValueError(f"{name}: expected numbers below {columns}, got {int(entries.max())}")

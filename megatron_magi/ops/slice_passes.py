@@ -3,8 +3,8 @@
 Tensors are ``thd``: q ``[num_rows, num_heads_q, head_dim]``, k ``[num_keys, num_heads_kv, head_dim]``,
 v ``[num_keys, num_heads_kv, head_dim_v]``; num_heads_q is a multiple of num_heads_kv. lse, delta
 and sums are fp32, fp64 for fp64 inputs. Rows that see no key get output 0 and lse -inf (or the
-sink's lse), and zero gradients. Tensors must be finite, also in tokens that are in no visible pair: `ffa` multiplies
-them by 0. The other implementations never read them.
+sink's lse), and zero gradients. Tensors must be finite, also in tokens that are in no visible pair: `ffa`
+and the other kernels (`cudnn`, `triton`) multiply them by 0. `torch` and `reference` never read them.
 """
 
 from __future__ import annotations

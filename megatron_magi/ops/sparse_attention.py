@@ -7,6 +7,7 @@ device of q, may differ from call to call and are never copied to the host.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ def block_sparse_attention(
             - a mask, bool ``[num_heads_kv, num_q_blocks, num_k_blocks]``;
             - lists of one length, int ``[num_heads_kv, num_q_blocks, topk]``; -1 is passed over;
             - CSR, a tuple of offsets, int ``[num_heads_kv, num_q_blocks + 1]``, and numbers of blocks, int ``[n]``:
-              those of block i lie at ``offsets[i]`` to ``offsets[i + 1]``.
+              those of block i lie at ``offsets[i]`` to ``offsets[i + 1]``. Offsets never fall, and lie in 0 to n.
 
             The order of a list is free. A block that a list names twice counts twice. Numbers behind the last block
             are a ValueError on a CPU and with ``sanity_check``, else passed over, as in compiled functions.
@@ -70,8 +71,8 @@ def block_sparse_attention(
             longer.
         sanity_check: look for NaN and inf in q, k, v, the sink (NaN alone) and the gradient of the output, and for
             numbers and offsets that are wrong: a pass over memory and a wait for the device each.
-        impl: ``auto``, ``reference`` (dense), ``ffa`` (Hopper kernels) or ``triton``; one that is named never falls
-            back.
+        impl: ``auto``, ``reference`` (dense; of single keys it computes the listed ones), ``ffa`` (Hopper kernels) or
+            ``triton``; one that is named never falls back.
 
     Returns:
         ``(out, meta)``: out ``[num_tokens_q, num_heads_q, head_dim]`` in the dtype of q; ``meta.lse`` ``[num_tokens_q,
@@ -140,25 +141,37 @@ def attend_pattern(
     Raises:
         ValueError: an option, named in the message, is wrong.
     """
+    scale, deterministic = settled(q, given, SPARSE, (q, k, v))
+    out, lse, max_logits = _forward_operator(
+        q, k, v, given.sink, list(pattern.tensors), pattern.q_block, pattern.k_block, pattern.causal,
+        given.return_max_logits, scale, deterministic, given.sanity_check, given.impl,
+    )  # fmt: skip
+    return out, AttnForwardMeta(lse=lse, max_logits=max_logits if given.return_max_logits else None)
+
+
+def settled(q: Tensor, given: GivenOptions, known: Collection[str], tensors: tuple[Tensor, ...]) -> tuple[float, bool]:
+    """The scale, and whether gradients repeat, of checked options.
+
+    Args:
+        known: implementations there are.
+        tensors: what the call is differentiable in, but for the sink.
+
+    Raises:
+        ValueError: an option, named in the message, is wrong.
+    """
     sink, impl = given.sink, given.impl
     if sink is not None:
         check_sink(sink, q)
     for name in ("return_max_logits", "deterministic", "sanity_check"):
         flag(getattr(given, name), name)
-    if not isinstance(impl, str) or impl not in ("auto", *SPARSE):
-        raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *SPARSE])}")
+    if not isinstance(impl, str) or impl not in ("auto", *known):
+        raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *known])}")
     scale, deterministic = given.softmax_scale, given.deterministic
     if torch.compiler.is_compiling():
-        scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    else:
-        refuse_tangents(q, k, v, sink)
-        options = make_options(q, scale, 0.0, deterministic, 0)
-        scale, deterministic = options.softmax_scale, options.deterministic
-    out, lse, max_logits = _forward_operator(
-        q, k, v, sink, list(pattern.tensors), pattern.q_block, pattern.k_block, pattern.causal,
-        given.return_max_logits, scale, deterministic, given.sanity_check, impl,
-    )  # fmt: skip
-    return out, AttnForwardMeta(lse=lse, max_logits=max_logits if given.return_max_logits else None)
+        return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale), deterministic
+    refuse_tangents(*tensors, sink)
+    options = make_options(q, scale, 0.0, deterministic, 0)
+    return options.softmax_scale, options.deterministic
 
 
 def _kernels(impl: str, q: Tensor, v: Tensor) -> Sparse:
@@ -166,7 +179,7 @@ def _kernels(impl: str, q: Tensor, v: Tensor) -> Sparse:
     return choose_sparse(impl, q.device, q.dtype, (q.shape[2], v.shape[2]))
 
 
-def _describe(_name: str, _row: int) -> str:
+def describe_row(_name: str, _row: int) -> str:
     """For `require_finite`, of a row: whether lists show it is not looked up."""
     return "it may be hidden or visible"
 
@@ -190,7 +203,7 @@ def _forward_operator(
     dtype = accumulate_dtype(q.dtype)
     if sanity_check:
         check_numbers(SparsePattern(tuple(pattern), q_block, k_block, causal), k.shape[0])
-        require_finite({"q": q, "k": k, "v": v, "sink": sink}, _describe)
+        require_finite({"q": q, "k": k, "v": v, "sink": sink}, describe_row)
     scale = make_options(q, softmax_scale, 0.0, deterministic, 0).softmax_scale  # compiled functions check it here
     with torch.autocast(q.device.type, enabled=False):
         inputs = ForwardInputs(q, k, v, None if sink is None else sink_lse(sink, dtype))
@@ -218,7 +231,7 @@ def _backward_operator(
     softmax_scale, deterministic, sanity_check, impl,
 ):  # fmt: skip
     if sanity_check:
-        require_finite({"dout": dout}, _describe)
+        require_finite({"dout": dout}, describe_row)
     deterministic = make_options(q, softmax_scale, 0.0, deterministic, 0).deterministic
     with torch.autocast(q.device.type, enabled=False):
         delta = row_delta(dout, out, "torch" if impl == "reference" else "auto")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_magi.mask import AttnMask
 from megatron_magi.plan import cpp_solver
 from megatron_magi.plan.swaps import Shards, gather, repair, sum_by_rank
 from megatron_magi.plan.traffic import Holdings, Start, Traffic
@@ -18,8 +17,7 @@ fetched. The larger ones are used only if the limit allows as much."""
 
 
 def affinity(
-    mask: AttnMask,
-    bounds: np.ndarray,
+    traffic: Traffic,
     area: np.ndarray,
     balanced: np.ndarray,
     tight: int,
@@ -32,6 +30,8 @@ def affinity(
     candidates and never moves more, and one search serves several limits.
 
     Args:
+        traffic: what chunks need.
+        area: of each chunk, int64 ``[num_chunks]``.
         balanced: a dispatch within ``tight``, which gives the number of chunks of each rank.
         tight: load at which balance is good enough, at most any limit.
         use_cpp: search in C++.
@@ -43,7 +43,7 @@ def affinity(
     starts = _starts(area, capacity, tight, max(limits))
     targets = [tight * rung // _RUNGS[-1] for rung in _RUNGS]
     run = cpp_solver.search if use_cpp else search
-    return run(Traffic(mask, bounds, len(capacity)), area, balanced, starts, targets, limits)
+    return run(traffic, area, balanced, starts, targets, limits)
 
 
 def search(

@@ -132,6 +132,11 @@ def chunk_areas(mask: AttnMask, bounds: np.ndarray) -> np.ndarray:
     return out
 
 
+def limits_of_blocks(num_chunks: int, cp_size: int) -> tuple[int, int]:
+    """Least number of chunks in a block, and most pairs of a chunk and a block that it needs."""
+    return -(-num_chunks // (_MAX_CELLS // cp_size + 1)), min(_MAX_NEEDS, _MAX_VISITS // cp_size)
+
+
 def needed_blocks(mask: AttnMask, bounds: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which key blocks the queries of each chunk need.
 
@@ -147,8 +152,8 @@ def needed_blocks(mask: AttnMask, bounds: np.ndarray, cp_size: int) -> tuple[np.
     chunk = chunk[index]
     low = np.searchsorted(bounds, pieces[:, bd.K0], side="right") - 1
     high = np.searchsorted(bounds, pieces[:, bd.K1], side="left")
-    most_needs = min(_MAX_NEEDS, _MAX_VISITS // cp_size)
-    group = max(1, -(-num_chunks // (_MAX_CELLS // cp_size + 1)), -(-int((high - low).sum()) // most_needs))
+    least, most_needs = limits_of_blocks(num_chunks, cp_size)
+    group = max(1, least, -(-int((high - low).sum()) // most_needs))
     merged, owner = bd.merge_ranges(np.stack([low // group, (high - 1) // group + 1], axis=1), chunk)
     i, needed = bd.expand(merged[:, 0], merged[:, 1] - merged[:, 0])
     first = np.searchsorted(owner[i], np.arange(num_chunks + 1))

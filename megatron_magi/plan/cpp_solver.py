@@ -19,7 +19,7 @@ from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.traffic import Start, Traffic
 from megatron_magi.runtime import cpp_library
 
-_VERSION = 6
+_VERSION = 7
 """Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
 _Int = ctypes.c_int64
 
@@ -39,6 +39,13 @@ class _Traffic(ctypes.Structure):
 def _library() -> ctypes.CDLL | None:
     """The library next to this file; None if it was not built, or was built from other sources."""
     return cpp_library.load(Path(__file__).parent, "solver", _VERSION)
+
+
+def library() -> ctypes.CDLL:
+    """The library, where it is `available`."""
+    found = _library()
+    assert found is not None
+    return found
 
 
 def available() -> bool:
@@ -149,9 +156,7 @@ def _array(array: np.ndarray) -> np.ndarray:
 
 def _call(name: str, *arguments: Any) -> None:
     """Calls a function of the library; arrays are passed by address, and outputs must have the right size."""
-    library = _library()
-    assert library is not None
-    function: Callable[..., Any] = getattr(library, name)
+    function: Callable[..., Any] = getattr(library(), name)
     function.restype = None
     kept = [_array(a) if isinstance(a, np.ndarray) else a for a in arguments]
     function(*(ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in kept))

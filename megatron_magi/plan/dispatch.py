@@ -10,12 +10,13 @@ import numpy as np
 from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.config import DispatchConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
-from megatron_magi.plan import cpp_solver
+from megatron_magi.plan import cpp_partition, cpp_solver
 from megatron_magi.plan.affinity import affinity
 from megatron_magi.plan.chunks import chunk_areas
 from megatron_magi.plan.counts import count_all
 from megatron_magi.plan.predict import Prediction, predict_all
 from megatron_magi.plan.swaps import refine, sum_by_rank
+from megatron_magi.plan.traffic import Traffic
 
 _EVEN_ENOUGH = 1
 """Thousandths of the mean area: a load this close to the mean is good enough to move no more keys for balance."""
@@ -61,12 +62,13 @@ def candidates(mask: AttnMask, bounds: np.ndarray, cp_size: int, config: Dispatc
     capacity = np.full(cp_size, num_chunks // cp_size, dtype=np.int64)
     capacity[: num_chunks % cp_size] += 1
     found: dict[str, np.ndarray] = {}
-    area = chunk_areas(mask, bounds)
     use_cpp = cpp_solver.chosen(config.planner)
+    area, needs = cpp_partition.needed_blocks(mask, bounds, cp_size) if use_cpp else (chunk_areas(mask, bounds), None)
     if algorithm in ("auto", "affinity"):
         wider = _WIDER if algorithm == "auto" else ()
         tolerances = [config.balance_tolerance, *(t for t in wider if t > config.balance_tolerance)]
-        found |= _affine(mask, bounds, area, capacity, tolerances, use_cpp)
+        traffic = Traffic(mask, bounds, cp_size, needs)
+        found |= _affine(traffic, area, capacity, tolerances, use_cpp)
     makers: dict[str, Callable[[], np.ndarray]] = {
         "min_heap": lambda: (cpp_solver.even if use_cpp else _even)(area, capacity, 0),
         "sorted_sequential": lambda: _deal(area, capacity),
@@ -108,8 +110,7 @@ def fastest(found: dict[str, Prediction]) -> str:
 
 
 def _affine(
-    mask: AttnMask,
-    bounds: np.ndarray,
+    traffic: Traffic,
     area: np.ndarray,
     capacity: np.ndarray,
     tolerances: list[float],
@@ -122,7 +123,7 @@ def _affine(
     tight = max(tight, int(sum_by_rank(balanced, area, cp_size).max()))
     # A tolerance of cp_size allows everything; larger ones are equivalent.
     limits = [max(tight, int(min(tolerance, cp_size) * total / cp_size)) for tolerance in tolerances]
-    found = affinity(mask, bounds, area, balanced, tight, limits, use_cpp)
+    found = affinity(traffic, area, balanced, tight, limits, use_cpp)
     return {f"affinity {tolerance:g}": rank for tolerance, rank in zip(tolerances, found, strict=True)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -12,16 +12,18 @@ from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.checks import int_at_least
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
+from megatron_magi.plan import cpp_partition, cpp_solver
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.degree import choose_degree
 from megatron_magi.plan.dispatch import assign_chunks
+from megatron_magi.plan.head_groups import copied_chunks, copied_mask, copies_us, num_groups, overlap_of_group
 from megatron_magi.plan.moves import QueryMoves
 from megatron_magi.plan.nodes import gather_in_nodes, nodes_in_use
 from megatron_magi.plan.overlap_schedule import make_schedule
 from megatron_magi.plan.partition import areas_by_place, localise, partition, rows_of_chunks, split_stages
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.transfers import TransferTable
-from megatron_magi.plan.travel import choose_hosts
+from megatron_magi.plan.travel import BETTER, Choice, choose_hosts
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, own
 
 MAX_RANKS = 1 << 16
@@ -31,7 +33,8 @@ _FORMAT = b"plan-1"
 
 @dataclass(frozen=True)
 class PlanStats:
-    """Statistics of a plan. Tuples have one entry for each rank.
+    """Statistics of a plan. Tuples have one entry for each rank. With several ``head_groups`` pairs and rows are those
+    of all heads that amount to the same, rounded up.
 
     Attributes:
         areas: visible (query, key) pairs that the rank computes, those of guests too.
@@ -42,6 +45,7 @@ class PlanStats:
         degree: remote stages.
         guest_rows: rows of q that it computes for others: they arrive in a forward pass, and their outputs leave;
             gradients of outputs arrive in the backward pass, and those of q leave.
+        head_groups: groups of heads that travel apart.
     """
 
     areas: tuple[int, ...]
@@ -51,6 +55,7 @@ class PlanStats:
     lower_bound_rows: tuple[int, ...]
     degree: int
     guest_rows: tuple[int, ...]
+    head_groups: int = 1
 
 
 class Plan:
@@ -63,22 +68,36 @@ class Plan:
         config: MagiConfig,
         compute: Dispatch | None = None,
         by_rates: bool = False,
+        head_groups: int = 1,
     ) -> None:
+        """
+        Args:
+            compute: who computes the queries of each group of heads: of `copied_chunks`; None for their holders.
+            head_groups: groups of heads that travel apart.
+        """
         self.mask = mask
         self.dispatch = dispatch
         self.config = config
+        self.head_groups = head_groups
+        if head_groups > 1:
+            mask = copied_mask(mask, dispatch.padded_seqlen, head_groups)
+            dispatch = dispatch_from_chunks(*copied_chunks(dispatch, head_groups))
+        self._held, overlap = dispatch, overlap_of_group(config.overlap, head_groups)
         ranks_per_node = nodes_in_use(config.comm.ranks_per_node, dispatch.cp_size)
         moves = None if compute is None else QueryMoves(dispatch, compute, ranks_per_node)
         self._moves = moves if moves is not None and moves.any else None
-        self._part = partition(mask, dispatch, None if self._moves is None else self._moves.queries)
-        own_area, fetched_area = areas_by_place(self._part)
+        queries = None if self._moves is None else self._moves.queries
+        use_cpp = cpp_solver.chosen(config.dispatch.planner)
+        if use_cpp:
+            self._part, (own_area, fetched_area) = cpp_partition.partition(mask, dispatch, queries)
+        else:
+            self._part = partition(mask, dispatch, queries)
+            own_area, fetched_area = areas_by_place(self._part)
+        self._use_cpp = use_cpp
         self._area = own_area + fetched_area
-        self.degree = choose_degree(
-            own_area, fetched_area, self._part.remote_rows, config.overlap, config.dispatch.rates
-        )
+        self.degree = choose_degree(own_area, fetched_area, self._part.remote_rows, overlap, config.dispatch.rates)
         self._stages = split_stages(self._part, self.degree)
-        self._transfers = TransferTable(self._part, self._stages, ranks_per_node)
-        overlap = config.overlap
+        self._transfers = TransferTable(self._part, self._stages, ranks_per_node, use_cpp)
         self.schedule: Schedule = make_schedule(
             self.degree, overlap=overlap.degree != 0, hide_tail_reduce=overlap.hide_tail_reduce
         )
@@ -99,11 +118,12 @@ class Plan:
         """
         cp_rank = int_at_least(cp_rank, "cp_rank", 0, most=self.cp_size - 1)
         if cp_rank not in self._rank_plans:
-            bands = tuple(own(b) for b in localise(self._part, self._stages, cp_rank))
+            into_local = cpp_partition.localise if self._use_cpp else localise
+            bands = tuple(own(b) for b in into_local(self._part, self._stages, cp_rank))
             self._rank_plans[cp_rank] = RankPlan(
                 cp_rank=cp_rank,
                 cp_size=self.cp_size,
-                num_rows=self.dispatch.shard_lengths[cp_rank],
+                num_rows=self._held.shard_lengths[cp_rank],
                 bands=bands,
                 transfers=self._transfers.for_rank(cp_rank),
                 joined=self._transfers.joined(cp_rank) if self.config.overlap.one_launch else None,
@@ -113,24 +133,31 @@ class Plan:
                 area=int(self._area[cp_rank]),
                 num_tokens=int(np.diff(np.minimum(self.dispatch.ranges[cp_rank], self.dispatch.total_seqlen)).sum()),
                 moves=None if self._moves is None else self._moves.for_rank(cp_rank),
+                head_groups=self.head_groups,
             )
         return self._rank_plans[cp_rank]
 
     def stats(self) -> PlanStats:
         """Balance and volume of the plan."""
-        areas, received = self._area.tolist(), np.zeros(self.cp_size, dtype=np.int64)
+        received, guests = np.zeros(self.cp_size, dtype=np.int64), np.zeros(self.cp_size, dtype=np.int64)
         for ranges in self._stages:
             received += sum_by_rank(ranges.dst, ranges.end - ranges.start, self.cp_size)
-        mean = sum(areas) / len(areas)
-        guests = (0,) * self.cp_size if self._moves is None else tuple(self._moves.num_guests.tolist())
+        if self._moves is not None:
+            guests = self._moves.num_guests
+        mean = int(self._area.sum()) / self.cp_size
+
+        def of_all_heads(counts: np.ndarray) -> tuple[int, ...]:
+            return tuple((-(-counts // self.head_groups)).tolist())
+
         return PlanStats(
-            areas=tuple(areas),
-            balance=max(areas) / mean if mean else 1.0,
+            areas=of_all_heads(self._area),
+            balance=int(self._area.max()) / mean if mean else 1.0,
             num_rows=self.dispatch.shard_lengths,
-            received_rows=tuple(received.tolist()),
-            lower_bound_rows=tuple(self._part.remote_rows.tolist()),
+            received_rows=of_all_heads(received),
+            lower_bound_rows=of_all_heads(self._part.remote_rows),
             degree=self.degree,
-            guest_rows=guests,
+            guest_rows=of_all_heads(guests),
+            head_groups=self.head_groups,
         )
 
     def __repr__(self) -> str:
@@ -143,6 +170,7 @@ def make_plan(
     cp_size: int = 1,
     dispatch: Dispatch | None = None,
     compute: Dispatch | Literal["home", "auto"] = "home",
+    head_groups: int = 1,
 ) -> Plan:
     """Plans distributed attention: pure, deterministic, on the CPU, without communication.
 
@@ -155,6 +183,8 @@ def make_plan(
         compute: who computes each query. ``"home"``: the rank that holds it. ``"auto"``: also another, if the predicted
             step is shorter (`travel.choose_hosts`). Or the rank of each as a dispatch of the same tokens, in which
             padding and the order of rows have no effect. Queries travel to other ranks, and their results back.
+        head_groups: with a dispatch as ``compute``: groups of heads that travel apart. The dispatch is then that of all
+            tokens and the padding for the first group, after them for the second, and so on.
 
     Raises:
         ValueError: an argument is out of range, or ``dispatch`` or ``compute`` does not fit.
@@ -177,16 +207,45 @@ def make_plan(
         if not isinstance(value, Dispatch):
             other = "None" if name == "dispatch" else "home or auto"
             raise ValueError(f"{name}: expected a Dispatch, or {other}, got {value!r}")
-        if value.total_seqlen != mask.total_seqlen_q or value.cp_size != cp_size:
+        expected = mask.total_seqlen_q
+        if name == "compute" and head_groups > 1:
+            expected = head_groups * dispatch.padded_seqlen
+        if value.total_seqlen != expected or value.cp_size != cp_size:
             raise ValueError(
                 f"{name}: made for {value.total_seqlen} tokens over {value.cp_size} ranks, "
-                f"the mask has {mask.total_seqlen_q} over {cp_size}"
+                f"the mask has {expected} over {cp_size}"
             )
-    if compute != "auto":
-        return Plan(mask, dispatch, config, None if compute == "home" else compute)
-    found = choose_hosts(mask, dispatch, config)
-    hosts = None if found.hosts is None else dispatch_from_chunks(dispatch.total_seqlen, *found.hosts, cp_size)
-    return Plan(mask, dispatch, config, hosts, by_rates=True)
+    if isinstance(compute, str):
+        if head_groups != 1:
+            raise ValueError(f"head_groups: {head_groups} are for a dispatch as compute")
+        return Plan(mask, dispatch, config) if compute == "home" else _plan_travel(mask, dispatch, config)
+    return Plan(mask, dispatch, config, compute, head_groups=head_groups)
+
+
+def _plan_travel(mask: AttnMask, dispatch: Dispatch, config: MagiConfig) -> Plan:
+    """The plan with the shortest predicted step: all queries at home, or some elsewhere, by rows or by groups too."""
+    found, groups = choose_hosts(mask, dispatch, config), num_groups(config)
+    if groups > 1 and found.predicted is not None:
+        of_groups, hosts = hosts_of_groups(mask, dispatch, config, groups)
+        copies = copies_us(max(dispatch.shard_lengths), config.overlap.cost, config.dispatch.rates or DEFAULT)
+        step_us = of_groups.predicted.step_us + copies if of_groups.predicted is not None else 0.0
+        if hosts is not None and step_us <= BETTER * found.predicted.step_us:
+            return Plan(mask, dispatch, config, hosts, by_rates=True, head_groups=groups)
+    rows = None if found.hosts is None else dispatch_from_chunks(dispatch.total_seqlen, *found.hosts, dispatch.cp_size)
+    return Plan(mask, dispatch, config, rows, by_rates=True)
+
+
+def hosts_of_groups(
+    mask: AttnMask, dispatch: Dispatch, config: MagiConfig, groups: int
+) -> tuple[Choice, Dispatch | None]:
+    """The choice of the ranks that compute the queries of each of so many groups of heads, and ``compute`` of
+    `make_plan` for it; None if all are computed at home.
+    """
+    total, bounds, rank, cp_size, row = copied_chunks(dispatch, groups)
+    held = dispatch_from_chunks(total, bounds, rank, cp_size, row)
+    of_group = replace(config, overlap=overlap_of_group(config.overlap, groups))
+    found = choose_hosts(copied_mask(mask, dispatch.padded_seqlen, groups), held, of_group)
+    return found, None if found.hosts is None else dispatch_from_chunks(total, *found.hosts, cp_size)
 
 
 def who_computes(config: DispatchConfig, is_given: bool) -> Literal["home", "auto"]:

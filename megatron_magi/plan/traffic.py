@@ -26,7 +26,7 @@ class Start(NamedTuple):
 
 
 class Traffic:
-    """The blocks of keys that the queries of each chunk need (see `needed_blocks`).
+    """The blocks of keys that the queries of each chunk need (see `needed_blocks`); ``needs``: these, if known.
 
     Attributes:
         first, needed: as `needed_blocks` returns them.
@@ -35,8 +35,14 @@ class Traffic:
         block_rows: rows of each block, int64 ``[num_blocks]``.
     """
 
-    def __init__(self, mask: AttnMask, bounds: np.ndarray, cp_size: int) -> None:
-        self.first, self.needed, self.block = needed_blocks(mask, bounds, cp_size)
+    def __init__(
+        self,
+        mask: AttnMask,
+        bounds: np.ndarray,
+        cp_size: int,
+        needs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    ) -> None:
+        self.first, self.needed, self.block = needed_blocks(mask, bounds, cp_size) if needs is None else needs
         self.chunk_rows = np.diff(bounds)
         self.block_rows = np.zeros(int(self.block[-1]) + 1, dtype=np.int64)
         np.add.at(self.block_rows, self.block, self.chunk_rows)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_magi.plan import cpp_partition
 from megatron_magi.plan.exchange import exchange, rows_of
 from megatron_magi.plan.hierarchy import two_levels
 from megatron_magi.plan.partition import Partition, Ranges, Runs
@@ -15,10 +16,13 @@ from megatron_magi.plan.types import Transfer
 class TransferTable:
     """What all ranks fetch; the transfers of one rank are derived on demand."""
 
-    def __init__(self, part: Partition, stages: tuple[Ranges, ...], ranks_per_node: int | None = None) -> None:
+    def __init__(
+        self, part: Partition, stages: tuple[Ranges, ...], ranks_per_node: int | None = None, use_cpp: bool = False
+    ) -> None:
         self._part = part
         self._stages = stages
         self._ranks_per_node = ranks_per_node
+        self._use_cpp = use_cpp
 
     def for_rank(self, rank: int) -> tuple[Transfer, ...]:
         """The transfers of stages 1..degree for ``rank``."""
@@ -34,7 +38,10 @@ class TransferTable:
         return self._transfer(rank, self._part.remote)
 
     def _transfer(self, rank: int, ranges: Ranges) -> Transfer:
-        return transfer_of(ranges, self._part.runs, rank, len(self._part.remote_rows), self._ranks_per_node)
+        num_ranks = len(self._part.remote_rows)
+        if self._use_cpp and self._ranks_per_node is None:
+            return cpp_partition.transfer_of(ranges, self._part.runs, rank, num_ranks)
+        return transfer_of(ranges, self._part.runs, rank, num_ranks, self._ranks_per_node)
 
 
 def transfer_of(ranges: Ranges, runs: Runs, rank: int, num_ranks: int, ranks_per_node: int | None) -> Transfer:

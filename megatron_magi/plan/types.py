@@ -194,7 +194,7 @@ class RankPlan(_SetOnce):
 
     Attributes:
         cp_rank, cp_size: this rank, and the number of ranks.
-        num_rows: rows of the shard, padding included.
+        num_rows: rows of the shard, padding included; those of each group of heads, one group after the other.
         bands: one table for each stage, int64 ``[n, 6]``: rows of the shard, and after them guests, times rows of the
             stage's keys; the keys of stage 0 are the shard's own. Rows that other ranks compute see nothing here.
         transfers: ``transfers[s - 1]`` fetches the keys of stage s.
@@ -206,6 +206,7 @@ class RankPlan(_SetOnce):
         area: visible pairs that the rank computes.
         num_tokens: rows that are tokens; rows after them are padding.
         moves: of queries that are not computed by the rank that holds them; None if all are.
+        head_groups: groups of heads that travel apart (`plan.head_groups`); 1 if rows travel with all heads.
         runtime: device copies and state that calls keep with the plan.
     """
 
@@ -221,6 +222,7 @@ class RankPlan(_SetOnce):
     area: int
     num_tokens: int
     moves: Moves | None = None
+    head_groups: int = 1
     runtime: Runtime = field(default_factory=Runtime, repr=False)
 
     def __getstate__(self) -> dict:

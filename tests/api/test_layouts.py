@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 
@@ -169,3 +170,55 @@ def run_torch_sharding(rank: int, num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_sharding_of_torch_is_the_zigzag_layout(ranks, num_ranks: int) -> None:
     ranks(num_ranks, run_torch_sharding)
+
+
+class Decoder(torch.nn.Module):
+    """A small decoder whose attention is given, a function of q, k and v of ``[1, heads, rows, head_dim]``."""
+
+    def __init__(self, attention) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width, kv = HEADS[0] * DIM, HEADS[1] * DIM
+        self.attention = attention
+        self.embed, self.place = torch.nn.Embedding(11, width), torch.nn.Embedding(TOTAL, width)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width + 2 * kv) for _ in range(2))
+        self.double()
+
+    def forward(self, tokens, positions, targets):
+        """The sum of the losses of tokens ``[1, rows]``."""
+        x = self.embed(tokens) + self.place(positions)
+        for layer in self.layers:
+            parts = layer(x).split([n * DIM for n in HEADS], dim=-1)
+            q, k, v = (part.unflatten(-1, (-1, DIM)).transpose(1, 2) for part in parts)
+            x = x + self.attention(q, k, v).transpose(1, 2).flatten(2).tanh()
+        logits = x @ self.embed.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def run_torch_model(rank: int, num_ranks: int) -> None:
+    tokens = torch.randint(11, (1, TOTAL + 1), generator=torch.Generator().manual_seed(3))
+    batch = [tokens[:, :-1].clone(), torch.arange(TOTAL)[None], tokens[:, 1:].clone()]
+    stock = Decoder(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    expected = stock(*batch)
+    expected.backward()
+    key, mesh = causal_key(num_ranks, layout="zigzag"), init_device_mesh("cpu", (num_ranks,))
+
+    def attention(q, k, v):
+        return api.calc_attn(*(x[0].transpose(0, 1) for x in (q, k, v)), key)[0].transpose(0, 1)[None]
+
+    model = Decoder(attention)
+    with context_parallel(mesh, buffers=batch, buffer_seq_dims=[1] * 3):
+        assert batch[0].shape == (1, TOTAL // num_ranks)
+        loss = model(*batch)
+        loss.backward()
+    loss = loss.detach()
+    for x in (loss, *(parameter.grad for parameter in model.parameters())):
+        dist.all_reduce(x)
+    torch.testing.assert_close(loss, expected.detach())
+    for one, other in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_model_under_the_sharding_of_torch_is_that_of_one_rank(ranks, num_ranks: int) -> None:
+    ranks(num_ranks, run_torch_model)

@@ -49,9 +49,11 @@ def of_rank(lists, form, positions, q_block):
     if form != "csr":
         return lists[:, blocks]
     offsets, entries = lists
-    chosen = [entries[offsets[h, b] : offsets[h, b + 1]] for h in range(HEADS_KV) for b in blocks.tolist()]
-    lengths = torch.tensor([len(x) for x in chosen]).view(HEADS_KV, -1)
-    ends = lengths.flatten().cumsum(0).view(HEADS_KV, -1)
+    chosen = [entries[offsets[h, b] : offsets[h, b + 1]] for h in range(len(offsets)) for b in blocks.tolist()]
+    lengths = torch.tensor([len(x) for x in chosen]).view(len(offsets), -1)
+    if not len(blocks):
+        return offsets[:, :1] * 0, entries[:0]
+    ends = lengths.flatten().cumsum(0).view(len(offsets), -1)
     return torch.cat([ends[:, :1] - lengths[:, :1], ends], dim=1), torch.cat(chosen)
 
 
@@ -69,7 +71,7 @@ def whole(form, total, q_block, causal):
     return [out.detach(), meta.lse, meta.max_logits, *grads]
 
 
-def distributed(rank, num_ranks, form, total, q_block, causal, algorithm):
+def distributed(rank, num_ranks, form, total, q_block, causal, algorithm, fetch):
     """The same on a rank of several, brought together."""
     group = dist.group.WORLD
     key = api.magi_attn_varlen_key(
@@ -81,7 +83,7 @@ def distributed(rank, num_ranks, form, total, q_block, causal, algorithm):
     real = api.dispatch(torch.ones(total), key).bool()
     positions = api.get_position_ids(key)[real]
     lists = of_rank(lists_of(form, total, q_block), form, positions, q_block)
-    options = {"sink": sink, "return_max_logits": True}
+    options = {"sink": sink, "return_max_logits": True, "fetch": fetch}
     if form == "keys":
         padding = torch.full((len(real) - len(positions), *lists.shape[1:]), 7, dtype=torch.int32)
         out, meta = api.calc_index_sparse_attn(*mine, torch.cat([lists, padding]), key, **options)
@@ -108,10 +110,11 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("fetch", ["all", "selected"])
 @pytest.mark.parametrize("form, total, q_block, causal, algorithm, num_ranks", CASES)
-def test_ranks_compute_what_one_does(form, total, q_block, causal, algorithm, num_ranks):
+def test_ranks_compute_what_one_does(form, total, q_block, causal, algorithm, num_ranks, fetch):
     expected = whole(form, total, q_block, causal)
-    for found in run_ranks(distributed, num_ranks, form, total, q_block, causal, algorithm):
+    for found in run_ranks(distributed, num_ranks, form, total, q_block, causal, algorithm, fetch):
         for name, x, y in zip(("out", "lse", "max_logits", "dq", "dk", "dv", "dsink"), found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
 

@@ -15,6 +15,7 @@ from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapCo
 from megatron_magi.cuda import driver
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import RankPlan, given_dispatch, make_plan
+from tests import forced
 from tests.attention.cases import random_mask
 from tests.backends.sm90.fake_driver import fake_driver
 
@@ -183,6 +184,7 @@ def test_a_batch_of_more_stages_than_the_static_plans_is_refused_when_it_is_prep
         prepare_batch({0: plan}, shape, CONFIG, like=static.facts)
 
 
+@forced.free_choice
 def test_what_cannot_be_captured_is_refused_by_name():
     plan = plan_of(builders.causal(64))
     inputs = tensors(64, shape_of((8, 1), (128, 128)), CPU)

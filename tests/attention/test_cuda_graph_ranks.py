@@ -385,9 +385,10 @@ def replay_after_a_larger_call(rank: int, num_ranks: int) -> int:
         expected = [t.detach().clone() for t in by_nccl]
         del by_nccl  # with what autograd noted on another stream than the capture's
         static = StaticPlans({0: plan}, device, group, headroom=1)
-        runs.append((*captured(partial(attend, inputs, static.plans[0], native, group=group)), expected, static))
+        made = captured(partial(attend, inputs, static.plans[0], native, group=group))
+        runs.append((*made, expected, static, inputs))  # a graph reads its inputs where they were
         found = []
-        for number, (graph, results, wanted, _) in enumerate(runs * 3):
+        for number, (graph, results, wanted, *_) in enumerate(runs * 3):
             for result in results:
                 result.fill_(float("nan"))
             graph.replay()

@@ -11,8 +11,8 @@ import torch
 from megatron_magi.attention import AttnShape, needed_kernels
 from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.backends.sm90 import kernels as hopper_kernels
-from megatron_magi.backends.sm90.backward_steps import BackwardLayouts, Part, Sent, backward_steps
-from megatron_magi.backends.sm90.forward_steps import forward_step
+from megatron_magi.backends.sm90.backward_steps import BackwardSteps
+from megatron_magi.backends.sm90.forward_steps import forward_steps
 from megatron_magi.backends.sm90.mask_numbers import backward_tables, first_arriving, forward_tables, pass_shape
 from megatron_magi.backends.sm90.program import backward_pays
 from megatron_magi.comm import peer_kernels, row_memory
@@ -22,6 +22,7 @@ from megatron_magi.comm.rows import Arrivals
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.driver import Kernel
+from megatron_magi.cuda.launch_list import Step
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
 from megatron_magi.operands.options import AttnOptions
@@ -90,16 +91,15 @@ def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatc
             n = int(bands[:, 1].max())
             bands = np.concatenate([bands, [(0, n, first_arriving(n), first_arriving(n) + 7, *FAR)]])
             q, out, (k, v) = rows(n, 16, dims[0]), rows(n, 16, dims[1]), (rows(n, 2, dim) for dim in dims)
-            later = Arriving([rows(7, 2, dim) for dim in dims], (("r", 0), ("r", 8)), (), 0, 0, 0, 0, 0)
+            later = Arriving([rows(7, 2, dim) for dim in dims], (("r", 0), ("r", 8)), None, 0, 0, 0, 0, 0)
             lse = torch.empty(n, 16)
             operands, of_pass = (ForwardInputs(q, k, v), ForwardOutput(out, lse)), pass_shape((q, k, v), 7, options)
             form = forward_tables(of_pass, bands, q.device, 0).form
-            forward_step(*operands, later, form, options, 0, max_logits=False)
+            forward_steps(*operands, form, options, 0, later)
             if backward_pays(dims):
-                sent = Sent(later, (("r", 16), ("r", 24)), moves=True, returns=True)
-                layouts = BackwardLayouts((q, k, v, out), out, lse, lse, (q, k, v))
+                inputs, grads = BackwardInputs(q, k, v, out, lse, lse), Gradients(q, k, v)
                 form = backward_tables(of_pass, bands, q.device, 0).form
-                backward_steps(layouts, form, options, 0, sent=sent, part=Part(), wants_delta=False)
+                BackwardSteps(inputs, out, grads, form, options, 0, later, Step(None, 1, None)).steps()
     gates = {kernel for kernel in needed_kernels(shape, config, 2) if "STREAM_KV=1" in kernel[1]}
     assert {kernel for kernel in asked if "STREAM_KV=1" in kernel[1]} == gates
     assert asked <= set(needed_kernels(shape, config, 2))

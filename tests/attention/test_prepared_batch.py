@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import pickle
 import weakref
@@ -25,6 +26,7 @@ from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import make_plan
 from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.upload import PackedArrays
+from tests import forced
 from tests.attention import cases as cs
 from tests.backends.sm90.fake_driver import fake_driver
 
@@ -86,8 +88,7 @@ def one_rank_alone(monkeypatch):
     native = Queue()
 
     def step(name):
-        kernel = driver.Kernel(name, 1, 0)
-        return Step(kernel, driver.LaunchConfig(kernel, 1), 0, None, ())
+        return Step(driver.Kernel(name, 1, 0), 1, (ctypes.c_uint64 * 1)())
 
     def get_step(tensors, args, group, impl, into, sources, places):
         native.asked += 1
@@ -144,6 +145,7 @@ MASKS = {
         ((64, 64), {"comm": CommConfig("native"), "overlap": OverlapConfig(degree=3, one_launch=True)}),
     ],
 )
+@forced.free_choice
 def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone, mask, dims, options):
     config = MagiConfig(**options)
     config = replace(config, attend=replace(config.attend, impl="ffa"), comm=replace(config.comm, verify=False))
@@ -364,7 +366,7 @@ def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the
             with monkeypatch.context() as patch:
                 if n > 1:
                     patch.setattr(
-                        hopper_program, "_BoundLaunches", lambda *_args, **_options: pytest.fail("made in a layer")
+                        hopper_program, "BoundLaunches", lambda *_args, **_options: pytest.fail("made in a layer")
                     )
                 launched.clear()
                 step(plan)
@@ -400,7 +402,7 @@ def test_launches_like_those_of_the_batch_before_are_those_of_the_mask_itself(
         (call,) = plan.runtime.calls.values()
         # What each list of launches is, but for addresses of tables, which every plan has of its own.
         return [
-            {key: one.calls.form for key, one in program.bound.items()}
+            {key: (one.form, one.is_direct, one.later) for key, one in program.bound.items()}
             for program in (call.program, *call.stages) if program is not None
         ]  # fmt: skip
 

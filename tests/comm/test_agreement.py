@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm import agreement
+from megatron_magi.comm import agreement, board
 from megatron_magi.comm.agreement import start_agreement
+from megatron_magi.comm.board import NUM_SLOTS
+from megatron_magi.comm.collective_checks import log_of
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.test_collective_checks import be_quick
 
@@ -132,3 +137,75 @@ def agree_while_the_gpu_is_busy(rank, num_ranks):
 @pytest.mark.ranks(2)
 def test_agreeing_does_not_wait_for_queued_compute():
     assert run_ranks(agree_while_the_gpu_is_busy, 2, backend="nccl", timeout_s=300) == [True, True]
+
+
+def agree_many_times(rank, num_ranks, seed):
+    """Values of many comparisons, some of them asked for late or never, between calls of other kinds."""
+    generator, late, right = random.Random(seed), [], True
+    own = random.Random(rank)
+    for i in range(3 * NUM_SLOTS):
+        if generator.random() < 0.6:
+            with log_of(dist.group.WORLD):
+                pass
+        one = start_agreement(1000 * i + rank, None, "plan", {"a": i})
+        if own.random() < 0.5:
+            late.append((i, one))
+        elif own.random() < 0.8:
+            right &= one.values() == [1000 * i + r for r in range(num_ranks)]
+        while late and own.random() < 0.6:
+            at, one = late.pop(own.randrange(len(late)))
+            right &= one.values() == [1000 * at + r for r in range(num_ranks)]
+    right &= all(one.values() == [1000 * at + r for r in range(num_ranks)] for at, one in late)
+    one = start_agreement(0, None, "plan")
+    return right, type(one._received.done).__name__
+
+
+def test_each_of_many_comparisons_has_its_own_values_though_ranks_ask_at_any_time(ranks):
+    assert ranks(3, agree_many_times, 1) == [(True, "Board")] * 3
+
+
+def differ_later(rank, num_ranks, num_first):
+    for i in range(num_first):
+        start_agreement(i, None, "plan").wait()
+    return message_of(rank, num_ranks, [7] * (num_ranks - 1) + [9])
+
+
+@pytest.mark.parametrize("num_first", [0, 1, 2, 5])
+def test_ranks_that_differ_hear_the_same_in_every_comparison(ranks, num_first):
+    first, *others = ranks(3, differ_later, num_first)
+    assert first is not None and others == [first] * 2
+    assert "rank 2 of the group (global rank 2) has 0x0000000000000009" in first
+
+
+def fail_before(rank, num_ranks, num_first):
+    """Rank 1 raises where others compare; then all would go on."""
+    be_quick()
+    for i in range(num_first):
+        start_agreement(i, None, "plan").wait()
+    found = []
+    try:
+        with agreement.told(dist.group.WORLD):
+            if rank == 1:
+                raise ValueError("lengths: wrong")
+        start_agreement(1, None, "plan").wait()
+    except (RuntimeError, ValueError) as error:
+        found.append(str(error))
+    return found + [message_of(rank, num_ranks, [i, i]) for i in range(4)]
+
+
+@pytest.mark.parametrize("num_first", [0, 1, 2, 4])
+def test_a_rank_that_raises_before_a_comparison_is_named_on_all(ranks, num_first):
+    told = "plan: rank 1 of the group (global rank 1) raised ValueError: lengths: wrong"
+    assert ranks(2, fail_before, num_first) == [[told] * 5, ["lengths: wrong", *[told] * 4]]
+
+
+def pretend_other_hosts(rank, num_ranks):
+    with mock.patch.object(board, "_host", return_value=rank + 1):
+        for i in range(4):
+            start_agreement(i, None, "plan").wait()
+        one = start_agreement(0, None, "plan")
+    return type(one._received.done).__name__
+
+
+def test_ranks_of_several_hosts_compare_by_collectives(ranks):
+    assert "Board" not in ranks(2, pretend_other_hosts)

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_magi.cuda import driver, launch_list
 from megatron_magi.cuda.driver import Kernel, LaunchConfig
-from megatron_magi.cuda.launch_list import Field, LaunchList, MapRows, Patch, Step
+from megatron_magi.cuda.launch_list import LaunchList, Map, Step
+from megatron_magi.cuda.layout import Layout
 
-WORDS = 6
+WORDS = 20  # of parameters: a tensor map, and four
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p
 )
@@ -74,20 +76,38 @@ def told(monkeypatch, request):
     return found
 
 
-def step(number, *patches):
-    memory = (ctypes.c_uint64 * WORDS)(*range(10 * number, 10 * number + WORDS))
-    config = LaunchConfig(Kernel(ctypes.c_void_p(number), 32, 0, context=number), number)
-    config.num_attributes = number % 2
-    return Step(
-        Kernel(ctypes.c_void_p(number), 32, 0, context=number), config, ctypes.addressof(memory), memory, patches
-    )
+def words(number, changed=None):
+    """Parameters of a step, in which some words are changed."""
+    return tuple((changed or {}).get(i, 100 * number + i) for i in range(WORDS))
+
+
+def step(number, fields=None, maps=()):
+    kernel, params = Kernel(ctypes.c_void_p(number), 32, 0, context=number), (ctypes.c_uint64 * WORDS)(*words(number))
+    return Step(kernel, number, params, maps, fields or {}, overlaps=number % 2 == 1)
+
+
+def tensor(rows=3):
+    return Layout.new((rows, 1, 64), torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def encoded(monkeypatch):
+    """Rows of the tensor maps that are encoded, each of which begins with them and an address of 0."""
+    found = []
+
+    def encode(layout, *_box):
+        found.append(layout.shape[0])
+        return struct.pack("2Q", layout.shape[0], 0) + bytes(112)
+
+    monkeypatch.setattr(driver, "tensor_map", encode)
+    return found
 
 
 def make():
     steps = [
-        step(1, Patch(0, "a", 0), Patch(8, "b", 16)),
+        step(1, {0: ("a", 0), 8: ("b", 16)}),
         step(2),
-        step(3, Patch(0, "b", 256, True), Patch(24, "b", 8), Patch(40, "a", -8)),
+        step(3, {128: ("b", 8), 144: ("a", -8)}, [Map(tensor(), (64,), ("b", 256))]),
     ]
     return LaunchList(steps, ("b", "a"), 77, threading.Lock())
 
@@ -96,11 +116,16 @@ def test_kernels_get_the_addresses_of_each_call(told):
     calls = make()
     for b, a in ((4096, 1 << 63), (4096, 512), (8192, 512)):
         calls.queue(b, a)
-    first = [("move", 4352), (1, 1, 77, 1, (1 << 63, 4112, 12, 13, 14, 15)), (2, 2, 77, 0, (20, 21, 22, 23, 24, 25)),
-             (3, 3, 77, 1, (8704, 31, 32, 4104, 34, (1 << 63) - 8))]  # fmt: skip
+    behind = dict.fromkeys(range(1, 16), 0)
+    first = [
+        ("move", 4352), (1, 1, 77, 1, words(1, {0: 1 << 63, 1: 4112})), (2, 2, 77, 0, words(2)),
+        (3, 3, 77, 1, words(3, {0: 8704, **behind, 16: 4104, 18: (1 << 63) - 8})),
+    ]  # fmt: skip
     assert told.told[:4] == first
-    assert told.told[4:7] == [(1, 1, 77, 1, (512, 4112, 12, 13, 14, 15)), first[2],
-                              (3, 3, 77, 1, (8704, 31, 32, 4104, 34, 504))], "not moved again"  # fmt: skip
+    assert told.told[4:7] == [
+        (1, 1, 77, 1, words(1, {0: 512, 1: 4112})), first[2],
+        (3, 3, 77, 1, words(3, {0: 8704, **behind, 16: 4104, 18: 504})),
+    ], "not moved again"  # fmt: skip
     assert told.told[7] == ("move", 8448) and len(told.told) == 11
 
 
@@ -137,37 +162,36 @@ def test_a_map_that_could_not_be_moved_is_moved_by_the_next_call(told):
 def test_no_parameter_but_those_listed_is_written(told):
     # Behind the list of patches lie the addresses: as a patch, these would put 16 at byte 16 of the first parameters.
     make().queue(16, 0)
-    assert told.told[1][-1] == (0, 32, 12, 13, 14, 15)
+    assert told.told[1][-1] == words(1, {0: 0, 1: 32})
 
 
 def test_a_kernel_that_is_timed_is_launched_by_python(told):
     launched = []
-    timed = SimpleNamespace(launch=lambda *_: launched.append("timed"))
+    timed = SimpleNamespace(threads=32, shared_bytes=0, launch=lambda *_: launched.append("timed"))
     calls = LaunchList([step(1)._replace(kernel=timed), step(2)], (), 0, threading.Lock())
     calls.queue()
     assert launched == ["timed"] and [entry[0] for entry in told.told] == [2]
 
 
-def test_a_copy_has_the_numbers_of_its_mask_and_the_first_those_of_its_own(told):
-    encoded = []
+class Params(ctypes.Structure):
+    _fields_ = [
+        ("map", ctypes.c_char * 128), ("tables", ctypes.c_uint64), ("at", ctypes.c_void_p), ("kept", ctypes.c_int32),
+        ("count", ctypes.c_int32), ("rest", ctypes.c_uint64),
+    ]  # fmt: skip
 
-    def encode(rows):
-        encoded.append(rows)
-        return struct.pack("2Q", rows, 0) + bytes(112)
 
-    wide = (ctypes.c_uint64 * 24)(*range(24))
+def test_a_copy_has_the_numbers_of_its_mask_and_the_first_those_of_its_own(told, encoded):
     kernel = Kernel(ctypes.c_void_p(1), 32, 0, context=1)
-    patches = Patch(64, "a", 0, True), Patch(24, "b", "begin")
     first = Step(
-        kernel, LaunchConfig(kernel, 5), ctypes.addressof(wide), wide, patches,
-        (Field(16, 8, "tables"), Field(36, 4, "count")), (MapRows(64, "rows", encode),), "grid",
+        kernel, "grid", Params(kept=4, rest=5), [Map(tensor(), (64,), ("a", 0), "rows")], {"at": ("b", "begin")},
+        {"tables": "tables", "count": "count"},
     )  # fmt: skip
     calls = LaunchList([first, step(2)], ("b", "a"), 77, threading.Lock())
     numbers = {"begin": 8, "tables": 1 << 40, "count": -3, "rows": 6, "grid": 9}
     one = calls.with_numbers(numbers)
     one.queue(4096, 512)
-    words = (0, 1, 1 << 40, 4104, 4 | (2**32 - 3) << 32, 5)
-    assert told.told == [("move", 512), (1, 9, 77, 0, words), (2, 2, 77, 0, (20, 21, 22, 23, 24, 25))]
+    expected = (1024, *[0] * 15, 1 << 40, 4104, 4 | (2**32 - 3) << 32, 5)
+    assert told.told == [("move", 512), (1, 9, 77, 0, expected), (2, 2, 77, 0, words(2))]
     told.told.clear()
     other = one.with_numbers({**numbers, "tables": 3, "grid": 2})
     other.queue(4096, 512)
@@ -177,4 +201,4 @@ def test_a_copy_has_the_numbers_of_its_mask_and_the_first_those_of_its_own(told)
     assert encoded == [6, 7] and told.told[0] == ("move", 512), "a map that is made anew lies nowhere"
     told.told.clear()
     one.queue(4096, 512)
-    assert told.told[0] == (1, 9, 77, 0, words)
+    assert told.told[0] == (1, 9, 77, 0, expected)

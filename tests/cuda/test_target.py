@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -21,6 +19,7 @@ from megatron_magi.cuda.target import (
     target_named,
     target_of,
 )
+from tests.cuda.cubins import resources
 
 REGISTERS = 1 << 16
 SHARED_BYTES = {
@@ -36,14 +35,12 @@ def test_kernels_of_collectives_compile_and_fit(target: str) -> None:
     assert {"gather_rows", "sum_rows"} <= names
     assert (set(SHAPES) <= names) == has_peer_kernels(target)
     for source, macros in kernels:
-        image, report = build.compile_kernel(source, macros, target=target)
-        assert image[:4] == b"\x7fELF"
+        taken = resources(build.compile_kernel(source, macros, target=target)[0])
         name = source.rpartition("/")[2].removesuffix(".cu")
         threads = SHAPES[name].threads if name in SHAPES else 256
         shared = SHAPES[name].shared_bytes if name in SHAPES else 0
-        (registers,) = map(int, re.findall(r"Used (\d+) registers", report))
-        static = sum(map(int, re.findall(r"(\d+) bytes smem", report)))
-        assert registers * threads <= REGISTERS and shared + static <= SHARED_BYTES[target], (source, report)
+        assert taken.registers * threads <= REGISTERS, (source, taken)
+        assert shared + taken.shared_bytes <= SHARED_BYTES[target], (source, taken)
 
 
 @pytest.mark.parametrize("target", sorted({*TARGETS.values()} - {TARGETS[known] for known in PEER_CAPABILITIES}))

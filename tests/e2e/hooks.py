@@ -111,6 +111,29 @@ def local_gated_delta_nets(workdir: Path) -> None:
     gpt.get_transformer_block_with_experimental_attention_variant_spec = block_spec
 
 
+def local_sparse_layers(workdir: Path) -> None:
+    """GPTs with DeepSeek's sparse attention get local layers; Megatron makes them of Transformer Engine's alone."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.training.models import gpt
+
+    from megatron_magi.mcore.hybrid_spec import local_stack_spec
+
+    def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+        layers = [get_gpt_layer_local_submodules(normalization="RMSNorm") for _ in range(config.num_layers)]
+        for layer in layers:
+            layer.self_attention = local_stack_spec(config).submodules.dsa_layer.submodules.self_attention
+            layer.sharded_state_dict_keys_map = {}
+        return TransformerBlockSubmodules(
+            layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer) for layer in layers],
+            layer_norm=layers[0].input_layernorm,
+        )
+
+    gpt.get_transformer_block_with_experimental_attention_variant_spec = block_spec
+
+
 def no_streams(workdir: Path) -> None:
     """Lets the schedule that overlaps experts' communication run on the CPU, where tensors belong to no stream."""
     if not torch.cuda.is_available():

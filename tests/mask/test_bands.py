@@ -34,6 +34,17 @@ def test_areas_count_the_visible_pairs(bands):
     assert bd.areas(bands).tolist() == [int(dense(band).sum()) for band in each(bands)]
 
 
+@given(band_tables(), st.lists(st.integers(0, SIZE + 2)))
+def test_intervals_of_rows_are_what_they_see(bands, rows):
+    lo, hi = bd.row_intervals(bands, np.array(rows, dtype=np.int64))
+    found = [np.zeros(SIZE, dtype=bool) for _ in rows]
+    for seen, first, past in zip(found, lo.T, hi.T, strict=True):
+        for a, b in zip(first, past, strict=True):
+            seen[a:b] = True
+    whole = np.pad(dense(bands) > 0, ((0, 3), (0, 0)))
+    assert [x.tolist() for x in found] == [whole[row].tolist() for row in rows]
+
+
 @given(band_tables())
 def test_tighten_keeps_the_area_in_the_smallest_rectangles(bands):
     tight = bd.tighten(bands)

@@ -31,6 +31,7 @@ from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 EXPERTS = ["--num-experts", "4", "--micro-batch-size", "2"]
 SEQUENCES = "causal inside sequences, or documents where the data set gives their bounds"
+SPARSE = ["--experimental-attention-variant", "dsa"]
 FULL_ITERATION = ["--cuda-graph-impl", "full_iteration"]
 
 
@@ -82,11 +83,14 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         ([*FULL_ITERATION, "--hybrid-layer-pattern", "*-*-/*-"], "cuda_graph_impl"),
         ([*FULL_ITERATION, *EXPERTS], "cuda_graph_impl"),
         (["--enable-cuda-graph"], "cuda_graph_modules"),
-        (["--hybrid-layer-pattern", "D*M*"], "hybrid_layer_pattern"),
-        (["--hybrid-layer-pattern", "*-D-", "--context-parallel-size", "1"], "hybrid_layer_pattern"),
-        (["--hybrid-layer-pattern", "*-*-/D-"], "hybrid_layer_pattern"),
-        (["--hybrid-override-pattern", "D*"], "hybrid_override_pattern"),
-        (["--experimental-attention-variant", "dsa"], "experimental_attention_variant"),
+        ([*SPARSE, "--softmax-type", "learnable"], "softmax_type"),
+        ([*SPARSE, "--window-size", "16,0"], "window_size"),
+        ([*SPARSE, "--dsa-kernel-backend", "cudnn"], "dsa_kernel_backend"),
+        ([*SPARSE, "--micro-batch-size", "2"], "micro_batch_size"),
+        ([*SPARSE, "--tensor-model-parallel-size", "2"], "sequence_parallel"),
+        ([*SPARSE, "--log-max-attention-logit", "--bf16"], "log_max_attention_logit"),
+        (["--hybrid-layer-pattern", "D-D-", *FULL_ITERATION], "cuda_graph_impl"),
+        (["--hybrid-override-pattern", "D-", "--qk-clip", "--bf16"], "qk_clip"),
         (["--hybrid-layer-pattern", "*E", "--overlap-moe-expert-parallel-comm"], "overlap_moe_expert_parallel_comm"),
         (["--hybrid-context-parallel"], "hybrid_context_parallel"),
         (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
@@ -245,6 +249,19 @@ def test_captured_queries_do_not_travel(monkeypatch: pytest.MonkeyPatch, cp_size
                 magi_config(args, travel)
         else:
             assert magi_config(args, travel).dispatch.queries == "travel"
+
+
+@pytest.mark.parametrize("flag", ["--log-max-attention-logit", None])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_groups_of_heads_do_not_go_with_largest_logits(monkeypatch: pytest.MonkeyPatch, cp_size: int, flag) -> None:
+    flatten = MagiConfig(dispatch=DispatchConfig(flatten_head_groups=True))
+    args = _parse(monkeypatch, *([flag] if flag else []), "--context-parallel-size", str(cp_size))
+    args.params_dtype, args.kv_channels = torch.bfloat16, 16
+    if flag and cp_size > 1:
+        with pytest.raises(ValueError, match=r"^dispatch.flatten_head_groups: True .* largest logit of each head"):
+            magi_config(args, flatten)
+    else:
+        assert magi_config(args, flatten).dispatch.flatten_head_groups
 
 
 MLA = ["--multi-latent-attention", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "12"]

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from tests import forced
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -9,3 +11,10 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=forced.DEVICE != "cpu")
+def on_the_device_of_the_backend():
+    """Tensors of tests that name no device."""
+    with torch.device(forced.DEVICE):
+        yield

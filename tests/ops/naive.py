@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_magi.mask import AttnMask, MaskType
 from megatron_magi.mask.dense import dense_bands, dense_mask
+from tests import forced
 
 
 def naive_attention(q, k, v, visible, *, softmax_scale=None, softcap=0.0, sink=None):
@@ -46,18 +47,19 @@ class Case:
     softcap: float = 0.0
     sink: str | None = None
     num_sinks: int = 2
-    dtype: torch.dtype = torch.float64
-    device: str = "cpu"
+    dtype: torch.dtype = forced.DTYPE
+    device: str = forced.DEVICE
     seed: int = 0
     softmax_scale: float | None = None
     tensors: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator("cpu").manual_seed(self.seed)
         rows, keys, heads = self.mask.total_seqlen_q, self.mask.total_seqlen_k, self.num_heads_kv * self.group
 
         def normal(*shape):
-            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
+            made = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+            return made.to(self.device, self.dtype)
 
         self.q = normal(rows, heads, self.head_dim)
         self.k = normal(keys, self.num_heads_kv, self.head_dim)
@@ -100,7 +102,7 @@ class Case:
         return per_row if self.sink == "ssh" else per_row.sum(0)
 
 
-def assert_close(actual, expected, tolerance=1e-12):
+def assert_close(actual, expected, tolerance=forced.tolerance(1e-12)):  # noqa: B008
     """Every tensor of the two dicts, absolutely and relatively, with infinities in the same places."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():

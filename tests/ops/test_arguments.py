@@ -11,6 +11,7 @@ from megatron_magi.mask import AttnMask
 from megatron_magi.operands.options import check_bands, make_options
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import resolve_impl, slice_attention_backward, slice_attention_forward
+from tests import forced
 
 BANDS = AttnMask([(0, 6, 0, 5, 1)], 6, 5).bands
 
@@ -128,6 +129,7 @@ def test_every_implementation_of_the_registry_can_be_asked_for_by_name():
         assert callable(backend.forward) and callable(backend.backward)
 
 
+@forced.free_choice
 @pytest.mark.parametrize(
     ("dim", "dtype", "reason"),
     [
@@ -146,6 +148,7 @@ def test_auto_says_once_why_a_gpu_takes_the_slower_implementation(monkeypatch, c
     assert re.search(f"falls back .*{reason}", record.getMessage())
 
 
+@forced.free_choice
 def test_auto_says_nothing_where_the_kernels_compute_or_there_is_no_gpu(monkeypatch, caplog):
     monkeypatch.setattr(hopper_support, "_is_hopper", lambda device: device.type == "cuda")
     t = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(5, 2, 128))

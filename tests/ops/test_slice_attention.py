@@ -12,9 +12,10 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.testing.error_budget import assert_within_budget
+from tests import forced
 from tests.ops.naive import Case, assert_close, masks, packed_causal
 
-IMPLS = ("reference", "torch")
+IMPLS = forced.impls("reference", "torch")
 TINY = BlockLimits(call_cost=40, min_rows=3, max_rows=5, max_logits=60)
 """Limits that make many blocks and chunks of a few dozen tokens."""
 
@@ -49,11 +50,12 @@ def attend(case, impl):
 def check_implementations_in_torch(case):
     """Also with blocks of a few tokens; returns the results of the naive formula."""
     expected = case.expected()
-    for impl in ("reference", "torch"):
+    for impl in IMPLS:
         assert_close(case.run(attend(case, impl)), expected)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        with_tiny_blocks(monkeypatch)
-        assert_close(case.run(attend(case, "torch")), expected)
+    if "torch" in IMPLS:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            with_tiny_blocks(monkeypatch)
+            assert_close(case.run(attend(case, "torch")), expected)
     return expected
 
 
@@ -75,6 +77,7 @@ def test_every_implementation_equals_the_naive_formula_in_fp64(mask, heads, head
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("sink", ["sh", "ssh"])
+@pytest.mark.skipif(torch.float64 != forced.DTYPE, reason="finite differences need fp64")
 def test_gradients_pass_gradcheck(impl, sink, tiny_blocks):
     mask = AttnMask([(0, 5, 0, 4, MaskType.CAUSAL), (3, 7, 5, 8, MaskType.FULL), (5, 7, 0, 3, 2)], 8, 9)
     case = Case(mask, 1, 2, head_dim=3, head_dim_v=2, softcap=2.0, sink=sink)
@@ -113,7 +116,7 @@ def test_results_go_into_the_tensors_that_are_given(impl):
     dq, same, dv = slice_attention_backward(
         case.dout, case.q, case.k, case.v, lse, row_delta(case.dout, out), case.mask.bands, dk=dk, impl=impl
     )
-    assert same is dk and dq.dtype == dv.dtype == torch.float64
+    assert same is dk and dq.dtype == dv.dtype == forced.DTYPE
     expected = case.expected()
     torch.testing.assert_close(dk, (expected["dk"] + 1).float())
     torch.testing.assert_close(dv, expected["dv"], rtol=1e-5, atol=1e-5)
@@ -157,7 +160,7 @@ def test_rows_that_see_nothing_get_zero_and_the_lse_of_the_sink(impl, sink):
     for row in (0, 1, 4, 5):
         assert not result["out"][row].any() and not result["dq"][row].any()
         lse = torch.tensor([-torch.inf]) if sink is None else torch.logsumexp(case.sinks, 0)
-        torch.testing.assert_close(result["lse"][row], lse.double())
+        torch.testing.assert_close(result["lse"][row], lse.to(result["lse"]))
     assert not result["dk"][3:].any() and not result["dv"][3:].any()
 
 
@@ -174,6 +177,7 @@ def test_no_band_and_no_token_are_fine(impl, num_rows, num_keys):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+@pytest.mark.skipif(forced.multiplies_hidden_pairs(), reason="kernels multiply hidden pairs by 0")
 def test_garbage_in_tokens_of_no_pair_goes_nowhere(impl, softcap, garbage, tiny_blocks):
     rows = [(0, 3, 0, 3, 1), (5, 9, 5, 9, 1), (5, 9, 12, 14, 0)]
     case = Case(AttnMask(rows, 11, 15), 1, 2, softcap=softcap, sink="ssh")
@@ -266,7 +270,7 @@ def test_gpus_agree_with_the_naive_formula_in_fp64(mask, sink, softcap):
         assert all(value.shape == expected[name].shape for name, value in half.run(attend(half, "torch")).items())
 
 
-@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_autocast_changes_no_bit_of_either_pass(impl):
     def passes(enabled):
         gen = torch.Generator().manual_seed(0)
@@ -337,6 +341,8 @@ def test_an_infinite_sink_takes_everything(impl, device, dim, dtype, determinist
 @pytest.mark.parametrize("size", [1e6, 1e10, 1e20, 1e36])
 def test_logits_may_be_as_large_as_their_dtype_holds(impl, softcap, size, tiny_blocks):
     """As training that diverges makes them: a row's weight goes to its largest logit."""
+    if impl not in ("torch", "reference") and size > 1e6:
+        pytest.skip("of kernels not so large, see docs/own_loop.md")
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(20, heads, 8, generator=gen) for heads in (4, 2, 2))
     q, k, v = (x.requires_grad_() for x in (q * size**0.5, k * size**0.5, v))

@@ -28,7 +28,7 @@ def dense_attention(q, k, v, visible, sink=None, softmax_scale=None):
             logits = torch.cat([logits, sink[:, head].expand(len(q), -1)], 1)
         seen = (logits > -torch.inf).any(1)
         p = torch.softmax(logits[seen], 1)[:, : len(k)]
-        outs.append(q.new_zeros(q.shape[0], q.shape[2]).index_put((seen,), p @ v[:, head_kv]))
+        outs.append(q.new_zeros(q.shape[0], v.shape[2]).index_put((seen,), p @ v[:, head_kv]))
         lses.append(logits.logsumexp(1))
     return torch.stack(outs, 1), torch.stack(lses, 1)
 
@@ -90,6 +90,18 @@ def test_index_sparse_attention_is_dense_attention_of_the_listed_keys(shape, top
         assert_same(got, dense_attention(*inputs, visible[..., :-1], softmax_scale=0.8), inputs)
 
 
+def test_offsets_may_begin_and_end_inside_the_entries():
+    """As those of some of the rows do."""
+    q, k, v = tensors(12, 200)
+    mask = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(3)) < 0.6
+    offsets, entries = csr_of_mask(mask)
+    sizes = {"q_block_size": 4, "k_block_size": 64}
+    part = block_sparse_attention(q[4:8], k, v, (offsets[:, 1:3], entries), **sizes)
+    wanted = block_sparse_attention(q[4:8], k, v, mask[:, 1:2], **sizes)
+    assert int(offsets[0, 1]) > 0 and int(offsets[1, 2]) < len(entries)
+    assert_same(part, (wanted[0], wanted[1].lse), [q, k, v])
+
+
 def test_a_key_that_is_listed_twice_counts_twice():
     q, k, v = tensors(3, 5)
     twice = torch.tensor([[[1, 1, 4]]] * 3)
@@ -132,6 +144,7 @@ MASK = torch.ones(3, 2, dtype=torch.bool)
         ("blocks", {"blocks": (torch.tensor([0, 1, 2]), torch.tensor([0, 1]))}),
         ("blocks", {"blocks": (torch.tensor([0, 2, 1, 2]), torch.tensor([0, 1]))}),
         ("blocks", {"blocks": (torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1]))}),
+        ("blocks", {"blocks": (torch.tensor([-1, 1, 2, 2]), torch.tensor([0, 1]))}),
         ("blocks", {"blocks": (torch.tensor([0, 1, 2, 2]), torch.tensor([0.0, 1.0]))}),
         ("blocks", {"blocks": (torch.tensor([[0, 1, 2, 2]] * 4), torch.tensor([0, 1]))}),
         ("blocks", {"blocks": (torch.tensor([0, 1, 2, 2]), torch.tensor([[0, 1]]))}),

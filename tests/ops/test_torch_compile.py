@@ -10,11 +10,12 @@ from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops import slice_operator
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.slice_attention import slice_attention
+from tests import forced
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def tensors(num_rows=24, dim_v=8, dtype=torch.float64, device="cpu"):
+def tensors(num_rows=24, dim_v=8, dtype=forced.DTYPE, device=forced.DEVICE):
     gen = torch.Generator().manual_seed(num_rows)
     shapes = [(num_rows, 4, 8), (num_rows, 2, 8), (num_rows, 2, dim_v)]
     return [torch.randn(shape, generator=gen, dtype=dtype).to(device).requires_grad_() for shape in shapes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from unittest.mock import patch
 
 import numpy as np
@@ -17,6 +17,7 @@ from megatron_magi.plan.affinity import search
 from megatron_magi.plan.dispatch import _even, candidates
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.traffic import Start, Traffic
+from megatron_magi.plan.types import Transfer
 
 from .test_plan import LONG, assume_enough_tokens, configs, masks, uneven_lengths
 
@@ -38,12 +39,22 @@ def assert_equal_plans(mask: AttnMask, config: MagiConfig, cp_size: int) -> None
         assert (a.num_rows, a.schedule, a.area, a.degree) == (b.num_rows, b.schedule, b.area, b.degree)
         for x, y in zip(a.bands, b.bands, strict=True):
             np.testing.assert_array_equal(x, y)
-        for x, y in zip(a.transfers, b.transfers, strict=True):
-            assert (x.send_splits, x.recv_splits) == (y.send_splits, y.recv_splits)
-            np.testing.assert_array_equal(x.send_index, y.send_index)
-            assert (x.recv_order is None) == (y.recv_order is None)
-            if x.recv_order is not None:
-                np.testing.assert_array_equal(x.recv_order, y.recv_order)
+        assert (a.joined is None, a.num_tokens) == (b.joined is None, b.num_tokens)
+        joined = [] if a.joined is None else [(a.joined, b.joined)]
+        for x, y in (*zip(a.transfers, b.transfers, strict=True), *joined):
+            assert_equal_transfers(x, y)
+
+
+def assert_equal_transfers(a: Transfer, b: Transfer) -> None:
+    for field in fields(Transfer):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if field.name == "levels":
+            assert (x is None) == (y is None)
+        elif isinstance(x, np.ndarray):
+            np.testing.assert_array_equal(x, y)
+            assert x.dtype == y.dtype and not y.flags.writeable
+        else:
+            assert type(x) is type(y) and x == y, field.name
 
 
 @built

@@ -18,7 +18,7 @@ from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConf
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_mask
-from megatron_magi.plan import Plan, StepKind, make_plan
+from megatron_magi.plan import Plan, StepKind, cpp_partition, make_plan
 from megatron_magi.plan import plan as plan_module
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.degree import stage_costs, step_us
@@ -159,8 +159,14 @@ def test_bands_are_put_into_local_coordinates_of_the_rank_that_is_asked_for_once
     monkeypatch,
 ) -> None:
     asked = []
-    original = plan_module.localise
-    monkeypatch.setattr(plan_module, "localise", lambda *args: asked.append((len(args[1]), args[2])) or original(*args))
+    for module in (plan_module, cpp_partition):
+        original = module.localise
+
+        def noted(*args, original=original):
+            asked.append((len(args[1]), args[2]))
+            return original(*args)
+
+        monkeypatch.setattr(module, "localise", noted)
     for degree in (None, 0, 1, 3):
         plan = make_plan(documents([100, 300]), MagiConfig(overlap=OverlapConfig(degree=degree)), 4)
         for _ in range(2):

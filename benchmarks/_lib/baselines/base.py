@@ -63,12 +63,14 @@ class Baseline:
 
     Attributes:
         runs: tokens that this rank holds, int64 ``[n, 2]``, in the order of its rows, disjoint.
+        note: next to its times.
 
     Raises:
         Unsupported: it cannot.
     """
 
     runs: np.ndarray
+    note: str = ""
 
     def __init__(self, case: Case, cluster: Cluster, num_heads_kv: int, impl: str = "auto") -> None:
         raise NotImplementedError

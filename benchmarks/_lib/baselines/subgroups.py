@@ -25,6 +25,8 @@ class Subgroups(Baseline):
         if not all(any(len(groups[rank // size]) for size, groups in placed) for rank in range(cluster.num_ranks)):
             raise Unsupported("there are too few documents: a rank gets none")
         self._walks: list[Walk] = []
+        rows = rows_of(documents, dict(placed), cluster.num_ranks)
+        self.note = f"a rank holds up to {rows.max() / rows.mean():.2f} times the mean of the tokens"
         for size, groups in placed:  # rings of many ranks first, on all ranks
             grid, mine = Grid.of(cluster, cluster.table(size)), groups[cluster.rank // size]
             if len(mine):
@@ -35,6 +37,15 @@ class Subgroups(Baseline):
         rows = [num_tokens(walk.runs) for walk in self._walks]
         parts = zip(self._walks, *(x.split(rows) for x in (q, k, v)), strict=True)
         return torch.cat([walk.attend(*part) for walk, *part in parts])
+
+
+def rows_of(documents: np.ndarray, placed: dict[int, list[np.ndarray]], num_ranks: int) -> np.ndarray:
+    """Tokens of each rank, but for remainders, float64 ``[num_ranks]``; ``placed``: as `place` returns it."""
+    rows, length = np.zeros(num_ranks), documents[:, 1] - documents[:, 0]
+    for size, groups in placed.items():
+        for number, mine in enumerate(groups):
+            rows[number * size : (number + 1) * size] += length[mine].sum() / size
+    return rows
 
 
 def place(documents: np.ndarray, num_ranks: int) -> dict[int, list[np.ndarray]]:

@@ -17,6 +17,7 @@ COLORS = {
     "torch_ring": "#b8632f", "torch_all_gather": "#d99a6c", "torch_flex": "#5b7b3a",
     "torch_flex_head_tail": "#86a35f", "torch_flex_blocks": "#b3c896",
     "two_levels": "#6a4c93", "two_levels_native": "#a78bc9",
+    "magi_zigzag_groups": "#7a2f2a", "magi_contiguous_groups": "#a4534e",
 }  # fmt: skip
 TITLES = {
     "alone": "magi, all keys local", "magi": "magi", "magi_stages": "magi, in stages",
@@ -29,6 +30,8 @@ TITLES = {
     "torch_flex": "PyTorch, flex", "torch_flex_head_tail": "PyTorch, flex, head and tail",
     "torch_flex_blocks": "PyTorch, flex, blocks",
     "two_levels": "magi, two levels", "two_levels_native": "magi, two levels, native",
+    "magi_zigzag_groups": "magi, zigzag, groups of heads travel",
+    "magi_contiguous_groups": "magi, contiguous, groups of heads travel",
 }  # fmt: skip
 MASKS = {
     "full": "full", "causal": "one causal document", "documents_8": "8 documents", "documents_64": "64 documents",

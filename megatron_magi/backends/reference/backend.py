@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from megatron_magi.backends.base import Backend, Sparse
-from megatron_magi.backends.reference import attention, sparse
+from megatron_magi.backends.base import Backend, Latent, Sparse
+from megatron_magi.backends.reference import attention, latent, sparse
 
 
 class Reference(Backend):
@@ -15,6 +15,7 @@ class Reference(Backend):
 
     name: ClassVar[str] = "reference"
     sparse: ClassVar[Sparse | None] = sparse
+    latent: ClassVar[Latent | None] = latent
 
     forward = staticmethod(attention.forward)
     backward = staticmethod(attention.backward)

@@ -1,10 +1,11 @@
-"""Reference sparse attention: plain formulas, seqlen_q x seqlen_k memory."""
+"""Reference sparse attention: plain formulas; seqlen_q x seqlen_k memory, but for lists of single keys."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.reference import lists
 from megatron_magi.operands.merge import accumulate_dtype
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
@@ -53,6 +54,8 @@ def forward(
 
     The log-sum-exp of sinks is ``[num_heads_q]`` or ``[num_rows, num_heads_q]``.
     """
+    if pattern.k_block == 1:
+        return lists.forward(inputs, pattern, softmax_scale, return_max_logits)
     q, k, v, sink_lse = inputs
     dtype, group = accumulate_dtype(q.dtype), q.shape[1] // k.shape[1]
     counts = multiplicity(pattern, q.shape[0], k.shape[0])
@@ -78,6 +81,9 @@ def backward(
     """``(dq, dk, dv)`` of checked arguments; lse and delta, rowsum(dout * out), as the forward left them."""
     del deterministic
     q, k, v, dout, lse, delta = inputs
+    if pattern.k_block == 1:
+        dq, dk, dv = lists.backward(inputs, pattern, softmax_scale)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
     dtype, heads_kv = accumulate_dtype(q.dtype), k.shape[1]
     counts = multiplicity(pattern, q.shape[0], k.shape[0])
     counts = counts.repeat_interleave(q.shape[1] // counts.shape[0], 0)

@@ -17,9 +17,9 @@ from megatron_magi.backends.base import is_changing
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.host_tables import masks_meet
 from megatron_magi.backends.sm90.kernels import kernel_dims
-from megatron_magi.backends.sm90.program import MAX_LISTS, LaunchProgram, Maker, SharedSums, can_store, new_makers
+from megatron_magi.backends.sm90.program import MAX_LISTS, LaunchProgram, Maker, SharedSums, new_makers
 from megatron_magi.backends.sm90.row_delta import row_delta
-from megatron_magi.backends.sm90.support import check_support, in_dtype, kernels_exist, loadable, problem_of
+from megatron_magi.backends.sm90.support import check_support, in_dtype, kernels_exist, problem_of
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
@@ -109,29 +109,9 @@ def forward(
     if program is None:
         program = _program_of(q, k, v, bands, options)
     written = output._replace(lse=in_dtype(output.lse, torch.float32))
-    if not program.forward_stage(inputs, written, options):
-        inputs = ForwardInputs(*map(loadable, (q, k, v)), inputs.sink_lse)
-        written = written._replace(out=_storable(q, v, output))
-        done = program.forward_stage(inputs, written, options)
-        assert done, "copies fit"
-        if written.out is not output.out:
-            output.out.copy_(written.out[..., : v.shape[2]])
+    program.forward_stage(inputs, written, options)
     if written.lse is not output.lse:
         output.lse.copy_(written.lse)
-
-
-def _storable(q: Tensor, v: Tensor, output: ForwardOutput) -> Tensor:
-    """What the kernel writes: the output, or a buffer, which may be wider, that is copied to it."""
-    out = output.out
-    if can_store(q, v, out):
-        return out
-    columns = problem_of(q, v, v).forward_dims[1]
-    if out.shape[2] == columns:
-        return out.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    wide = out.new_empty((*out.shape[:2], columns), dtype=q.dtype if out.dtype == q.dtype else torch.float32)
-    if output.accumulate:
-        wide[..., : out.shape[2]] = out
-    return wide
 
 
 def backward(
@@ -167,10 +147,7 @@ def backward(
     if program is None:
         program = _program_of(q, k, v, bands, options)
     dout, lse, delta = in_dtype(dout, q.dtype), in_dtype(lse, torch.float32), in_dtype(delta, torch.float32)
-    if not program.backward_stage(BackwardInputs(q, k, v, dout, lse, delta), grads, options, shared):
-        inputs = BackwardInputs(*map(loadable, (q, k, v, dout)), lse, delta)
-        done = program.backward_stage(inputs, grads, options, shared)
-        assert done, "copies fit"
+    program.backward_stage(BackwardInputs(q, k, v, dout, lse, delta), grads, options, shared)
 
 
 def sums_meet(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[np.ndarray], num_keys: Sequence[int], options) -> bool:

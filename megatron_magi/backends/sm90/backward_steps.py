@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron_magi.backends.sm90 import kernels as hopper_kernels
-from megatron_magi.backends.sm90.choices import WHOLE_TILE, BackwardChoice
+from megatron_magi.backends.sm90.choices import WHOLE_TILE
 from megatron_magi.backends.sm90.mask_numbers import BackwardForm, first_arriving
 from megatron_magi.backends.sm90.support import (
     COUNTER_BYTES,
@@ -25,51 +25,19 @@ from megatron_magi.backends.sm90.support import (
 )
 from megatron_magi.backends.tiles.tiles import UNIT
 from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.launch_list import Map, Place, Step, make_step
+from megatron_magi.cuda.launch_list import Map, Place, Step
 from megatron_magi.cuda.layout import Like
 from megatron_magi.operands.options import AttnOptions
+from megatron_magi.operands.passes import BackwardInputs, Gradients
 
 _SUMS_ALIGNMENT = 32  # floats: a cache line
 _POSTPROCESS_ROWS = 64  # rows of a thread block of the kernel that finishes dq
 _ZEROING_BLOCKS = 1024
-_STATS_HEADS, _DELTA_HEADS = (
-    32,
-    8,
-)  # heads (of 32 rows) of a thread block of the preprocess kernel; if it computes delta
+_STATS_HEADS = 32  # heads (of 32 rows) of a thread block of the preprocess kernel
+_DELTA_HEADS = 8  # likewise if it computes delta
+OF_FETCHED: tuple[Place, Place] = ("scratch", "later.dk"), ("scratch", "later.dv")
+"""Where dk and dv of fetched keys are written."""
 _STATS, _MINUS_DELTA, _SUMS = ("stats", "at.stats"), ("stats", "at.minus_delta"), ("stats", "at.sums")
-
-
-class BackwardLayouts(NamedTuple):
-    """Tensors of the layout of a backward's, or the layouts.
-
-    Attributes:
-        inputs: q, k, v, dout in one dtype, as TMA can load them.
-        out: the output, of which delta is computed; None if delta is given.
-        lse, delta: fp32 ``[num_rows, num_heads]``.
-        grads: what the kernels write dq, dk and dv to.
-    """
-
-    inputs: tuple[Like, Like, Like, Like]
-    out: Like | None
-    lse: Like
-    delta: Like
-    grads: tuple[Like, Like, Like]
-
-
-class Sent(NamedTuple):
-    """The communication around a backward.
-
-    Attributes:
-        arriving: fetched keys, at least one; None if this rank fetches none.
-        places: where dk and dv of these keys are written.
-        moves: a kernel that transfers keys is launched right before the backward.
-        returns: a kernel that sends ``places`` back is launched between `Steps.keys` and `Steps.rest`.
-    """
-
-    arriving: Arriving | None
-    places: tuple[Place, Place]
-    moves: bool
-    returns: bool
 
 
 class Part(NamedTuple):
@@ -84,144 +52,113 @@ class Part(NamedTuple):
     is_last: bool = True
 
 
-class Steps(NamedTuple):
-    """Kernels of a backward pass.
-
-    Attributes:
-        before: kernels before the one that waits for fetched keys.
-        keys: the kernel that waits for keys, and the one that finishes their gradients.
-        rest: the kernel that writes dq, if one does. The kernel that sends gradients of keys is launched before it, and
-            runs concurrently.
-        rest_is_apart: ``rest`` uses no results of ``keys``; the kernel between them may overlap ``keys``.
-    """
-
-    before: tuple[Step, ...]
-    keys: tuple[Step, ...]
-    rest: tuple[Step, ...]
-    rest_is_apart: bool
+WHOLE = Part()
+"""The only pass."""
 
 
-class RowMemory(NamedTuple):
-    """Sizes of row statistics and of sums of dq, in fp32 numbers.
-
-    Attributes:
-        rows: rows of the statistics of a head, with padding for the reads of the last block.
-        stats: size of lse, equal to that of -delta, over all heads.
-        sums: size of the sums of dq.
-        splits_stats: statistics are split into bf16 terms, see `kernels.splits_stats`.
-    """
-
-    rows: int
-    stats: int
-    sums: int
-    splits_stats: bool
-
-    @classmethod
-    def of(cls, q: Like, dims: tuple[int, int], softcap: float, choice: BackwardChoice) -> RowMemory:
-        """For queries and the kernels of a choice; ``dims``: the head dims of these."""
-        num_rows, num_heads, _ = q.shape
-        rows = -(-num_rows // 32) * 32 + choice.shape[1]
-        splits = hopper_kernels.splits_stats(q.dtype, dims, softcap > 0, choice.adds_dq)
-        stats = -(-num_heads * rows * (1 + splits) // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
-        return cls(rows, stats, num_heads * rows * dims[0] if choice.adds_dq else 0, splits)
-
-
-def scratch_numbers(
-    layouts: BackwardLayouts, form: BackwardForm, options: AttnOptions, key_sums: int, begin: int, is_first: bool
-) -> tuple[dict[str, int], int]:
-    """Byte offsets of statistics and sums in the memory of a call, by name, and the size of this memory.
-
-    Args:
-        layouts, form, options: of the pass.
-        key_sums: the mask's number of this name.
-        begin: first free byte, a multiple of 128.
-        is_first: see `Part`; others have statistics and sums of dq in the memory of the first one.
-    """
-    q, _, v, _ = layouts.inputs
-    sizes = RowMemory.of(q, _dims(q, v), options.softcap, form.choice)
-    minus_delta = begin + 4 * sizes.stats
-    sums = minus_delta + 4 * sizes.stats
-    end = sums + 4 * sizes.sums if is_first else begin
-    found = {"at.stats": begin, "at.minus_delta": minus_delta, "at.sums": sums, "at.key_sums": end}
-    return found, end if form.sums_in_dq else end + 4 * key_sums
-
-
-def backward_steps(
-    layouts: BackwardLayouts,
-    form: BackwardForm,
-    options: AttnOptions,
-    stream: int,
-    *,
-    sent: Sent,
-    part: Part,
-    wants_delta: bool = False,
-) -> Steps:
-    """The kernels that write all gradients; the first is launched right after the kernel that fetches keys.
+class BackwardSteps:
+    """The kernels that write all gradients, and the communication around them.
 
     Hold `stream_lock` while they are queued: each assumes that the kernels before the one before it are complete. Their
     addresses are ``q``, ``k``, ``v``, ``dout``, ``out`` or ``delta``, ``lse``, ``dq``, ``dk``, ``dv``, ``stats`` and
-    ``scratch``, and with ``out`` also ``delta`` if wanted; their numbers are those of a mask and of `scratch_numbers`.
+    ``scratch``, and with ``out`` also ``delta`` if wanted; their numbers are those of a mask and of `scratch`.
 
     Args:
-        layouts: of the calls.
+        inputs: tensors of the layout of the calls, or the layouts: q, k, v and dout in one dtype, as TMA can load them,
+            lse and delta fp32.
+        out: the output, of which delta is computed, which is contiguous; None if delta is given.
+        grads: what the kernels write dq, dk and dv to.
         form: of the masks that they serve.
         options: of the calls.
         stream: raw handle.
-        sent: communication around them.
+        fetching: the kernel that fetches keys and publishes this rank's, launched right before them; None if no rank
+            fetches any.
+        returning: the kernel that sends gradients of fetched keys (`OF_FETCHED`) back; None if none does.
         part: which of several passes.
-        wants_delta: also write delta, fp32 ``[num_rows, num_heads]``, contiguous.
+        wants_delta: also write delta.
     """
-    return _Backward(layouts, form, options, stream, sent).steps(part, wants_delta)
-
-
-def _dims(q: Like, v: Like) -> tuple[int, int]:
-    dims = hopper_kernels.kernel_dims((q.shape[2], v.shape[2]))
-    assert dims is not None
-    return dims
-
-
-class _Backward:
-    """Makes the steps of a backward."""
 
     def __init__(
-        self, layouts: BackwardLayouts, form: BackwardForm, options: AttnOptions, stream: int, sent: Sent
+        self,
+        inputs: BackwardInputs,
+        out: Like | None,
+        grads: Gradients,
+        form: BackwardForm,
+        options: AttnOptions,
+        stream: int,
+        fetching: Arriving | None = None,
+        returning: Step | None = None,
+        part: Part = WHOLE,
+        wants_delta: bool = False,
     ) -> None:
-        self._layouts, self._form, self._options, self._sent = layouts, form, options, sent
-        q, _, v, _ = layouts.inputs
-        self._dims = _dims(q, v)
-        self._sizes = RowMemory.of(q, self._dims, options.softcap, form.choice)
-        self._stats_row = self._sizes.rows * form.choice.packed
+        self._inputs, self._out, self._grads, self._form, self._options = inputs, out, grads, form, options
+        self._fetching, self._returning, self._part, self._wants_delta = fetching, returning, part, wants_delta
+        self._arriving = fetching if form.arrives else None
+        q, choice = inputs.q, form.choice
+        dims = hopper_kernels.kernel_dims((q.shape[2], inputs.v.shape[2]))
+        assert dims is not None
+        num_rows, num_heads, _ = q.shape
+        self._dims = dims
+        self._splits_stats = hopper_kernels.splits_stats(q.dtype, dims, options.softcap > 0, choice.adds_dq)
+        # Row statistics have padding for the reads of the last block.
+        self._rows = -(-num_rows // 32) * 32 + choice.shape[1]
+        self._stats_row = self._rows * choice.packed
+        words = num_heads * self._rows * (1 + self._splits_stats)
+        self._stats_bytes = 4 * -(-words // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
+        self._num_sums = num_heads * self._rows * dims[0] if choice.adds_dq else 0
         self._counter = 0 if form.captured else work_counter(q.device, stream).data_ptr()
         # Not with an SM margin, whose SMs the blocks of a dependent kernel would occupy while they wait.
         self._overlaps = not options.sm_margin
         self._of_keys: dict[str, Place] = {"dk": ("dk", 0), "dv": ("dv", 0)}
-        if sent.arriving is not None:
-            self._of_keys |= zip(("dk_remote", "dv_remote"), sent.places, strict=True)
+        if self._arriving is not None:
+            self._of_keys |= zip(("dk_remote", "dv_remote"), OF_FETCHED, strict=True)
         self._of_stats = {"lse": _STATS, "delta": _MINUS_DELTA}
         self._key_sums = ("dq", 0) if form.sums_in_dq else ("scratch", "at.key_sums")
 
-    def steps(self, part: Part, wants_delta: bool) -> Steps:
-        """All of them."""
-        form = self._form
-        before = (self._preprocess(part, wants_delta),) if part.is_first or form.splits else ()
-        keys = [self._whole() if form.choice.whole else self._parts_of_keys()]
-        if form.splits:
-            keys.append(self._postprocess_keys())
-        if not form.choice.adds_dq:
-            return Steps(before, tuple(keys), (self._queries(),), self._overlaps)
-        return Steps(before, tuple(keys), (self._postprocess_dq(),) if part.is_last else (), False)
+    def scratch(self, key_sums: int, begin: int) -> dict[str, int]:
+        """Byte offsets of statistics and sums in the memory of a call, by name, and its size, ``num_scratch``.
 
-    def _preprocess(self, part: Part, wants_delta: bool) -> Step:
+        All but the first of several passes have statistics and sums of dq in the memory of that.
+
+        Args:
+            key_sums: the mask's number of this name.
+            begin: first free byte, a multiple of 128.
+        """
+        minus_delta, sums = begin + self._stats_bytes, begin + 2 * self._stats_bytes
+        end = sums + 4 * self._num_sums if self._part.is_first else begin
+        size = end if self._form.sums_in_dq else end + 4 * key_sums
+        return {
+            "at.stats": begin, "at.minus_delta": minus_delta, "at.sums": sums, "at.key_sums": end, "num_scratch": size,
+        }  # fmt: skip
+
+    def steps(self) -> list[Step]:
+        """All of them, in their order."""
+        form, found = self._form, [] if self._fetching is None else [self._fetching.step]
+        if self._part.is_first or form.splits:
+            found.append(self._preprocess())
+        found.append(self._whole() if form.choice.whole else self._parts_of_keys())
+        if form.splits:
+            found.append(self._postprocess_keys())
+        returning = [] if self._returning is None else [self._returning]
+        if form.choice.adds_dq:
+            return [*found, *returning, *([self._postprocess_dq()] if self._part.is_last else [])]
+        if returning and self._overlaps:  # the kernel for dq uses no results of the kernels of keys
+            if not self._fetching.overlaps:  # it would occupy its SMs until the other ranks arrive
+                return [*found, self._queries(), *returning]
+            returning[0] = returning[0]._replace(overlaps=True)
+        return [*found, *returning, self._queries()]
+
+    def _preprocess(self) -> Step:
         """Row statistics, fp32 ``[num_heads / packed, rows * packed]`` each, and zeros in memory for sums."""
-        (_, _, _, dout), out, lse, delta, _ = self._layouts
-        sizes, packed, captured = self._sizes, self._form.choice.packed, self._form.captured
-        adds_dq, (num_rows, num_heads) = self._form.choice.adds_dq, lse.shape
+        (*_, dout, lse, delta), out = self._inputs, self._out
+        packed, captured, adds_dq = self._form.choice.packed, self._form.captured, self._form.choice.adds_dq
+        num_rows, num_heads = lse.shape
         scale = self._options.softmax_scale * LOG2_E
         params = hopper_kernels.params("preprocess", captured=captured, delta=out is not None)(
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
             num_rows=num_rows, num_heads=num_heads, stats_row=self._stats_row, log2_packed=packed.bit_length() - 1,
-            split=-1.0 / scale if sizes.splits_stats else 0.0,
-            num_sums=sizes.sums // 4 if part.is_first else 0, concurrent=int(self._sent.moves),
+            split=-1.0 / scale if self._splits_stats else 0.0,
+            num_sums=self._num_sums // 4 if self._part.is_first else 0, concurrent=int(self._fetching is not None),
         )  # fmt: skip
         given, macros, heads = ["lse"], hopper_kernels.if_captured(captured), _STATS_HEADS
         if out is None:
@@ -229,7 +166,7 @@ class _Backward:
         else:
             assert not captured
             params.dout_row, params.dout_head, params.out_row, params.out_head = *dout.stride()[:2], *out.stride()[:2]
-            given += ["dout", "out", *(["delta"] if wants_delta else [])]
+            given += ["dout", "out", *(["delta"] if self._wants_delta else [])]
             macros, heads = hopper_kernels.delta_macros(out.dtype, out.shape[2]), _DELTA_HEADS
         fields: dict[str, Place] = {name: (name, 0) for name in given}
         fields |= {"lse_out": _STATS, "delta_out": _MINUS_DELTA}
@@ -237,14 +174,14 @@ class _Backward:
         if adds_dq:
             fields |= {"sums": _SUMS, "key_sums": self._key_sums}
             numbers["num_key_sums"] = "key_sums.vectors"
-        blocks = max(sizes.rows // 32 * -(-num_heads // heads), _ZEROING_BLOCKS if adds_dq else 1)
+        blocks = max(self._rows // 32 * -(-num_heads // heads), _ZEROING_BLOCKS if adds_dq else 1)
         kernel = hopper_kernels.small_kernel(lse.device, "preprocess", macros)
-        return make_step(kernel, blocks, params, fields=fields, numbers=numbers, overlaps=self._overlaps)
+        return Step(kernel, blocks, params, fields=fields, numbers=numbers, overlaps=self._overlaps)
 
     def _whole(self) -> Step:
         """Writes dk and dv, or adds to their sums if query heads are split; and adds to the sums of dq."""
-        (q, k, _, _), form = self._layouts.inputs, self._form
-        params = self._params("backward", form.targets.store_keys, dk=self._layouts.grads[1], dv=self._layouts.grads[2])
+        q, k, form = self._inputs.q, self._inputs.k, self._form
+        params = self._params("backward", form.targets.store_keys, dk=self._grads.dk, dv=self._grads.dv)
         params.group, params.heads_kv = q.shape[1] // form.choice.packed // k.shape[1], k.shape[1]
         params.units = self._stats_row // UNIT
         kernel = hopper_kernels.backward_kernel(
@@ -253,15 +190,13 @@ class _Backward:
         keys, queries = WHOLE_TILE
         fields = {**self._of_stats, **self._of_keys, "dq": _SUMS, "key_sums": self._key_sums}
         numbers = {f: f"keys.{f}" for f in ("items", "num_items", "heads_inner")}
-        overlaps = self._overlaps if self._sent.arriving is None else self._sent.arriving.overlaps
+        overlaps = self._overlaps if self._arriving is None else self._arriving.overlaps
         return self._step(kernel, "keys", params, (queries, keys), fields, numbers, overlaps)
 
     def _parts_of_keys(self) -> Step:
         """Writes dk and dv, or adds to them, for head dims whose dq always has a kernel of its own."""
-        (q, k, _, _), form = self._layouts.inputs, self._form
-        params = self._params(
-            "backward_keys", form.targets.store_keys, dk=self._layouts.grads[1], dv=self._layouts.grads[2]
-        )
+        q, k, form = self._inputs.q, self._inputs.k, self._form
+        params = self._params("backward_keys", form.targets.store_keys, dk=self._grads.dk, dv=self._grads.dv)
         num_heads = q.shape[1] // form.choice.packed
         params.num_heads, params.group = num_heads, num_heads // k.shape[1]
         kernel = hopper_kernels.backward_keys_kernel(
@@ -274,7 +209,7 @@ class _Backward:
 
     def _postprocess_keys(self) -> Step:
         """Writes the sums of the first tiles to dk (times the scale) and dv, or adds them."""
-        (q, k, *_), (_, dk, dv), form = self._layouts.inputs, self._layouts.grads, self._form
+        (q, k, *_), (_, dk, dv, *_), form = self._inputs, self._grads, self._form
         store = form.targets.store_keys
         params = hopper_kernels.params("postprocess_keys", stream_kv=form.arrives, captured=form.captured)(
             heads_kv=k.shape[1], store=store, scale=self._options.softmax_scale, **_strides(dk=dk, dv=dv)
@@ -283,14 +218,14 @@ class _Backward:
         macros = hopper_kernels.postprocess_keys_macros(q.dtype, dk.shape[2], form.arrives, form.captured)
         kernel = hopper_kernels.small_kernel(q.device, "postprocess_keys", macros)
         numbers = {"tiles": "keys.tiles", **({"numbers": "keys.numbers"} if form.captured else {}), **self._waiting()}
-        return make_step(
+        return Step(
             kernel, "postprocess_keys.grid", params, fields={"sums": self._key_sums, **self._of_keys}, numbers=numbers,
             overlaps=self._overlaps,
         )  # fmt: skip
 
     def _postprocess_dq(self) -> Step:
         """Writes scale times the sums, or adds them."""
-        q, dq, form, sent = self._layouts.inputs[0], self._layouts.grads[0], self._form, self._sent
+        q, dq, form, returns = self._inputs.q, self._grads.dq, self._form, self._returning is not None
         num_rows, num_heads, dim = dq.shape
         blocks = -(-num_rows // _POSTPROCESS_ROWS)
         params = hopper_kernels.params("postprocess_dq")(
@@ -298,14 +233,14 @@ class _Backward:
             scale=self._options.softmax_scale, **_strides(dq=dq),
         )  # fmt: skip
         # It may run concurrently with a kernel that sends dk and dv, which started when the sums were complete.
-        macros = hopper_kernels.postprocess_dq_macros(q.dtype, dim, concurrent=form.arrives or sent.returns)
+        macros = hopper_kernels.postprocess_dq_macros(q.dtype, dim, concurrent=form.arrives or returns)
         kernel = hopper_kernels.small_kernel(q.device, "postprocess_dq", macros)
-        overlaps = self._overlaps and (sent.returns or not form.arrives)
-        return make_step(kernel, num_heads * blocks, params, fields={"sums": _SUMS, "dq": ("dq", 0)}, overlaps=overlaps)
+        overlaps = self._overlaps and (returns or not form.arrives)
+        return Step(kernel, num_heads * blocks, params, fields={"sums": _SUMS, "dq": ("dq", 0)}, overlaps=overlaps)
 
     def _queries(self) -> Step:
         """Writes dq, or adds to it. Starts before the kernel for dk and dv is complete."""
-        q, dq, form = self._layouts.inputs[0], self._layouts.grads[0], self._form
+        q, dq, form = self._inputs.q, self._grads.dq, self._form
         params = self._params("backward_queries", form.targets.store_dq, dq=dq)
         if not form.captured:
             params.counter += COUNTER_BYTES  # the preceding kernel may still be using its counter
@@ -330,21 +265,20 @@ class _Backward:
         return params
 
     def _set_remote(self, params: ctypes.Structure, store: int) -> None:
-        arriving = self._sent.arriving
-        if arriving is not None:
-            arriving.set_barrier(params.arrival_barrier, first_arriving(len(self._layouts.inputs[1])))
+        if self._arriving is not None:
+            self._arriving.set_barrier(params.arrival_barrier, first_arriving(len(self._inputs.k)))
             if hasattr(params, "store_remote"):
                 params.store_remote = store
 
     def _waiting(self) -> Mapping[str, str]:
-        return WAITING if self._sent.arriving is not None else {}
+        return WAITING if self._arriving is not None else {}
 
     def _step(
         self, kernel, name: str, params: ctypes.Structure, boxes: tuple[int, int], fields: dict[str, Place],
         numbers: dict[str, str], overlaps: bool, *stored: Map,
     ) -> Step:  # fmt: skip
         """The step of a kernel that recomputes the logits; ``boxes``: queries and keys of a box."""
-        (q, k, v, dout), packed, arriving = self._layouts.inputs, self._form.choice.packed, self._sent.arriving
+        (q, k, v, dout, *_), packed, arriving = self._inputs, self._form.choice.packed, self._arriving
         of_queries, of_keys = (boxes[0] // packed, packed), (boxes[1],)
         maps = (
             Map(q, of_queries, ("q", 0), "seen.rows"), Map(k, of_keys, ("k", 0), "seen.keys"),
@@ -352,7 +286,7 @@ class _Backward:
             Map(dout, of_queries, ("dout", 0), "seen.rows"), *stored,
         )  # fmt: skip
         numbers = {**of_tables(name, self._form.captured), **numbers, **self._waiting()}
-        return make_step(kernel, f"{name}.grid", params, maps=maps, fields=fields, numbers=numbers, overlaps=overlaps)
+        return Step(kernel, f"{name}.grid", params, maps=maps, fields=fields, numbers=numbers, overlaps=overlaps)
 
 
 def _strides(**tensors: Like) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The kernel of a forward pass, as a step of a list of launches."""
+"""The kernels of a forward pass, as steps of a list of launches."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from megatron_magi.backends.sm90 import kernels as hopper_kernels
 from megatron_magi.backends.sm90.mask_numbers import ForwardForm, first_arriving
 from megatron_magi.backends.sm90.support import LOG2_E, of_rows, work_counter
 from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.launch_list import Map, Step, make_step
+from megatron_magi.cuda.launch_list import Map, Step
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import ForwardInputs, ForwardOutput
 
 
-def forward_step(
+def forward_steps(
     inputs: ForwardInputs,
     output: ForwardOutput,
-    arriving: Arriving | None,
     form: ForwardForm,
     options: AttnOptions,
     stream: int,
-    max_logits: bool,
-) -> Step:
-    """The attention kernel, to be launched right after the kernel that fetches keys, if there is one.
+    arriving: Arriving | None = None,
+) -> list[Step]:
+    """The attention kernel, right behind the kernel that fetches keys, if there is one.
 
     Its addresses are ``q``, ``k``, ``v``, ``out``, ``lse``, ``sink`` and ``max_logits``, the last two if given, and
     those of the fetched keys; its numbers are those of a mask (`mask_numbers`).
@@ -28,15 +27,15 @@ def forward_step(
     Args:
         inputs: tensors of the layout of the calls, or the layouts; q, k and v as TMA can load them, `sink_lse` fp32 of
             every row.
-        output: likewise: ``out`` in the dtype of q or fp32, as TMA can store it, ``lse`` fp32.
-        arriving: fetched keys and values; the number of rows is a number of the mask. If it is 0, the fetching kernel
-            still publishes this rank's rows, concurrently with attention. None: own keys only.
+        output: likewise: ``out`` in the dtype of q or fp32, as TMA can store it, ``lse`` fp32, ``max_logits`` fp32,
+            which is updated.
         form: of the masks that it serves.
         options: of the calls.
         stream: raw handle.
-        max_logits: fp32 ``[num_heads]``, initialized to -inf; updated.
+        arriving: fetched keys and values; the number of rows is a number of the mask. If it is 0, the fetching kernel
+            still publishes this rank's rows, concurrently with attention. None: own keys only.
     """
-    (q, k, v, sink_lse), (out, lse, accumulate, _), (tile, packed) = inputs, output, form.tiles
+    (q, k, v, sink_lse), (out, lse, accumulate, max_logits), (tile, packed) = inputs, output, form.tiles
     softcap, scale, captured = options.softcap, options.softmax_scale, form.captured
     params = hopper_kernels.params("forward", stream_kv=arriving is not None, captured=captured)(
         counter=0 if captured else work_counter(q.device, stream).data_ptr(),
@@ -49,7 +48,7 @@ def forward_step(
     if sink_lse is not None:
         params.sink_row, params.sink_head = sink_lse.stride()
         fields["sink_lse"] = ("sink", 0)
-    if max_logits:
+    if max_logits is not None:
         fields["max_logits"] = ("max_logits", 0)
     maps = [
         Map(q, (64 // packed, packed), ("q", 0), "seen.rows"),
@@ -64,4 +63,5 @@ def forward_step(
     dims = hopper_kernels.kernel_dims((q.shape[2], v.shape[2]), backward=False)
     kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0, arriving is not None, captured)
     numbers = of_rows("rows", captured, waits=arriving is not None)
-    return make_step(kernel, "rows.grid", params, maps=maps, fields=fields, numbers=numbers, overlaps=overlaps)
+    attention = Step(kernel, "rows.grid", params, maps=maps, fields=fields, numbers=numbers, overlaps=overlaps)
+    return [attention] if arriving is None else [arriving.step, attention]

@@ -227,12 +227,13 @@ class Tiling(NamedTuple):
 def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> HostPlan:
     """The plan of a mask, on the CPU; ``planner``: see `cpp_tiles.chosen`."""
     is_backward, rows, shape, packed, arriving = tiling
-    plan_tiles = cpp_tiles.plan_tiles if cpp_tiles.chosen(planner) else hopper_tiles.plan_tiles
+    maker = cpp_tiles if cpp_tiles.chosen(planner) else hopper_tiles
+    plan_tiles = maker.plan_tiles
     if not is_backward:
         places, keys = shape
         plan = plan_tiles(bands, rows, places // packed, keys, parts=places // 64)
         if arriving is not None:
-            plan = hopper_tiles.local_first(plan, *arriving)
+            plan = maker.local_first(plan, *arriving)
         return HostPlan.of(plan, (0.0, 0.0), packed)
     keys, queries = shape
 
@@ -249,7 +250,7 @@ def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> 
         arrives = bands[:, bd.K0] >= first
         own = plan_keys(bands[~arrives], first - hopper_tiles.GAP)
         plan = hopper_tiles.side_by_side(own, plan_keys(bd.shift_keys(bands[arrives], -first), rows - first), first)
-    starts, ends = hopper_tiles.drift(plan)
+    starts, ends = maker.drift(plan)
     if ends < starts:
         plan = hopper_tiles.descending(plan)
     return HostPlan.of(hopper_tiles.pack_columns(plan, packed), (starts, ends), packed, arriving)
@@ -273,7 +274,10 @@ def mask_facts(bands: np.ndarray) -> MaskFacts:
     digest = content_digest(bands)
     facts = _facts.get(digest)
     if facts is None:
-        runs, area = len(np.unique(bands[:, bd.Q0])), int(bd.areas(bands).sum())
+        if cpp_tiles.available():
+            runs, area = cpp_tiles.runs_and_area(bands)
+        else:
+            runs, area = len(np.unique(bands[:, bd.Q0])), int(bd.areas(bands).sum())
         facts = MaskFacts(runs, area, _intervals(bands) if len(bands) > 2 * runs else 1.0)
         _facts.put(digest, facts, 0)
     return facts

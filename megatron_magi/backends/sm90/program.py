@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import numpy as np
@@ -25,13 +25,12 @@ from megatron_magi.backends.sm90 import mask_numbers as of_mask
 from megatron_magi.backends.sm90.backward_targets import STORE_FLOAT, Targets
 from megatron_magi.backends.sm90.kernels import WHOLE_DIMS, kernel_dims
 from megatron_magi.backends.sm90.plan import DevicePlan
-from megatron_magi.backends.sm90.stream_launches import LaunchesForm, StreamLaunches, brought
 from megatron_magi.backends.sm90.support import in_dtype, loadable
 from megatron_magi.cuda.arriving import Arriving, part_rows
 from megatron_magi.cuda.driver import fits_tensor_map
-from megatron_magi.cuda.launch_list import Step
+from megatron_magi.cuda.launch_list import LaunchList, Step
 from megatron_magi.cuda.layout import Layout
-from megatron_magi.cuda.streams import current_stream
+from megatron_magi.cuda.streams import current_stream, stream_lock
 from megatron_magi.operands.merge import sink_lse
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
@@ -39,39 +38,58 @@ from megatron_magi.profiling import profiled_backward_calls, profiled_forward_ca
 from megatron_magi.runtime.lru import LruCache, Use
 
 MAX_BYTES, MAX_LISTS = 512 << 20, 1024
-_bound: LruCache[tuple, _BoundLaunches] = LruCache(MAX_BYTES, MAX_LISTS)
+_bound: LruCache[tuple, BoundLaunches] = LruCache(MAX_BYTES, MAX_LISTS)
 """By program and layout; bounded by the device memory of the tables that they read."""
 
 _ALIGNMENT, _TMA_ALIGNMENT = 256, 16
 _REMOTE_FORWARD = "k_rows", "v_rows", "scratch"
 _PUBLISHED = ("k_rows", 0), ("v_rows", 0)
 _LATER = ("scratch", "later.k"), ("scratch", "later.v")
-_OF_LATER = ("scratch", "later.dk"), ("scratch", "later.dv")
 _GRADIENTS = ("dk", 0), ("dv", 0)
 
 
 _new_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
-class _BoundLaunches:
-    """The launches of a pass, as lists of calls (csrc/calls), for tensors of one layout on one stream.
+class BoundLaunches:
+    """The launches of a pass over one mask, for tensors of one layout on one stream.
+
+    Args:
+        lists: the launches. On a rank without rows these only take part in the communication, the way back in a second
+            list.
+        mover: launches the lists, if they transfer rows between ranks.
+        stream: raw handle.
+        numbers: of the mask.
+        read: its tables; None on a rank without rows.
+        is_direct: keys and values are published from the tensors that attention reads, without a copy.
+        left: the caller has to send the partial gradients of fetched keys and values.
 
     Attributes:
-        calls: lists of them.
+        lists, is_direct: as given.
+        form: what the kernels depend on besides numbers; None on a rank without rows.
         num_scratch: bytes of scratch memory.
-        later: offsets in it of partial gradients of fetched keys and values that the caller has to send.
+        later: offsets in it of the gradients that the caller has to send; else None.
         targets: memory that gradients are written to, if not all are written by the kernels themselves; of a backward.
-        tables: the tables that the calls read.
+        tables: the tables that the launches read.
         num_bytes: their device memory.
         use: of its place in the cache; None if no cache holds it.
     """
 
     def __init__(
-        self, calls: StreamLaunches, numbers: Mapping[str, int], read: of_mask.PassTables | None = None
+        self,
+        lists: list[LaunchList],
+        mover: StepMover | None,
+        stream: int,
+        numbers: Mapping[str, int],
+        read: of_mask.PassTables | None,
+        is_direct: bool,
+        left: bool = False,
     ) -> None:
-        self.calls, self.num_scratch = calls, numbers["num_scratch"]
-        self.later = (numbers["later.dk"], numbers["later.dv"]) if calls.form.left else None
-        targets: Targets | None = getattr(calls.form.kernels, "targets", None)
+        self.lists, self.is_direct, self.form = lists, is_direct, None if read is None else read.form
+        self._mover, self._stream = _state(mover), stream
+        self.num_scratch = numbers["num_scratch"]
+        self.later = (numbers["later.dk"], numbers["later.dv"]) if left else None
+        targets: Targets | None = getattr(self.form, "targets", None)
         self.targets = None if targets is None or targets.are_gradients else targets
         self.tables: Mapping[str, DevicePlan] = {} if read is None else read.plans
         self.num_bytes = 0 if read is None else read.num_bytes
@@ -81,7 +99,25 @@ class _BoundLaunches:
         """Whether it is still valid."""
         if self.use is not None:
             self.use.note()
-        return self.calls.hold()
+        if self._mover is None:
+            return True
+        mover = self._mover[0]()
+        return mover is not None and mover.version() == self._mover[1]
+
+    def queue(self, *addresses: int, part: int = 0) -> None:
+        """Launches one of the lists."""
+        if self._mover is None:
+            self.lists[part].queue(*addresses)
+        else:
+            self._mover[0]().queue(self.lists[part], self._stream, *addresses)
+
+
+_State = tuple[ref[StepMover], tuple] | None
+
+
+def _state(mover: StepMover | None) -> _State:
+    """A mover, by a weak reference as the group owns memory that other ranks have mapped, and its version."""
+    return None if mover is None else (ref(mover), mover.version())
 
 
 @profiled_forward_calls
@@ -98,22 +134,17 @@ def _attend_back(queue: Callable[..., None], addresses: Sequence[int], q: Tensor
 
 _MOST_LAYOUTS = 64
 
-type Maker = Callable[[LaunchProgram], _BoundLaunches | None]
+type Maker = Callable[[LaunchProgram], BoundLaunches | None]
 """Makes the launches of a layout for a mask. Must not refer to those of another: they live only as long as the tables
 that they read.
 """
+type _Made = dict[object, tuple[_State, list[LaunchList]]]
+"""Lists that a maker made last, by what steps depend on besides the mask's numbers, to be copied for other masks."""
 
 
 def new_makers() -> LruCache[tuple, Maker]:
     """For `LaunchProgram.makers`: an LRU cache by layout, as strides and streams may differ in every call."""
     return LruCache(0, _MOST_LAYOUTS)
-
-
-class _Adds(NamedTuple):
-    """What a stage adds to: dq; dk and dv. None in its place if it is a whole pass, which writes all gradients."""
-
-    dq: bool
-    keys: bool
 
 
 class SharedSums:
@@ -161,8 +192,8 @@ class LaunchProgram:
     remote: KeyTransfer | None = None
     is_prepared: bool = False
     numbers: tuple[of_mask.MaskNumbers | None, of_mask.MaskNumbers | None] = (None, None)
-    bound: WeakValueDictionary[tuple, _BoundLaunches] = field(default_factory=WeakValueDictionary)
-    kept: dict[tuple, _BoundLaunches] = field(default_factory=dict)
+    bound: WeakValueDictionary[tuple, BoundLaunches] = field(default_factory=WeakValueDictionary)
+    kept: dict[tuple, BoundLaunches] = field(default_factory=dict)
     last_get: list = field(default_factory=list)
     token: object = field(default_factory=object)
 
@@ -196,11 +227,13 @@ class LaunchProgram:
         lse = q.new_empty(num_rows, num_heads, dtype=torch.float32)
         if sink is not None:
             sink = sink_lse(sink, torch.float32).expand(lse.shape)
+        max_logits = None
+        if return_max_logits:
+            max_logits = torch.full((num_heads,), -torch.inf, dtype=torch.float32, device=q.device)
         if known is None:
-            known = self._known(
-                (stream, *of_call, q.stride(), k.stride(), v.stride()), LaunchProgram._make_forward,
-                (q, k, v, rows_k, rows_v, out, lse, sink), options, False, return_max_logits, stream,
-            )  # fmt: skip
+            key = (stream, *of_call, q.stride(), k.stride(), v.stride())
+            inputs, output = ForwardInputs(q, k, v, sink), ForwardOutput(out, lse, max_logits=max_logits)
+            known = self._known(key, LaunchProgram._make_forward, inputs, (rows_k, rows_v), output, options, stream)
         if known is None:
             return None
         of_keys, scratch = (), None
@@ -208,45 +241,39 @@ class LaunchProgram:
             # Tensor maps need a valid address even if no keys are fetched.
             scratch = q.new_empty(known.num_scratch or _ALIGNMENT, dtype=torch.uint8)
             of_keys = rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr()
-        max_logits, more = None, []
-        if sink is not None:
-            more.append(sink.data_ptr())
-        if return_max_logits:
-            max_logits = torch.full((num_heads,), -torch.inf, dtype=torch.float32, device=q.device)
-            more.append(max_logits.data_ptr())
-        if known.calls.form.is_empty:
-            known.calls.queue(*of_keys)
+        if known.form is None:
+            known.queue(*of_keys)
             return out, lse, max_logits
+        more = [t.data_ptr() for t in (sink, max_logits) if t is not None]
         rest = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *more
-        _attend(known.calls.queue, (*of_keys, *rest), q, v, self.bands)
+        _attend(known.queue, (*of_keys, *rest), q, v, self.bands)
         return out, lse, max_logits
 
-    def forward_stage(self, inputs: ForwardInputs, output: ForwardOutput, options: AttnOptions) -> bool:
-        """Writes attention to ``output``, or merges it into that; False if kernels cannot use the tensors in place.
+    def forward_stage(self, inputs: ForwardInputs, output: ForwardOutput, options: AttnOptions) -> None:
+        """Writes attention to ``output``, or merges it into that.
 
         Args:
             inputs: q, k and v; the log-sum-exp of sinks of every row, fp32, or None.
             output: out, lse and largest logits, the last two fp32, and whether they hold a result over other keys.
             options: of the call.
         """
-        (q, k, v, sink), (out, lse, accumulate, max_logits), stream = inputs, output, current_stream(inputs.q.device)
+        q, k, v, sink = inputs
+        out, lse, accumulate, max_logits = output
         assert k.shape[0] == self.num_keys
-        key = (
-            stream, accumulate, max_logits is not None, None if sink is None else sink.stride(), out.dtype,
-            out.shape[2], q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
-        )  # fmt: skip
-        known = self._direct(key, (q, k, v, out))
+        stream = current_stream(q.device)
+        of_call = stream, accumulate, max_logits is not None, None if sink is None else sink.stride(), lse.stride()
+        known = self._direct((*of_call, *_forward_layout(q, k, v, out)), (q, k, v, out))
+        written = out
         if known is None:
-            if not can_store(q, v, out) or not all(map(fits_tensor_map, (q, k, v))):
-                return False
-            known = self._known(
-                key, LaunchProgram._make_forward, (q, k, v, k, v, out, lse, sink), options, accumulate,
-                max_logits is not None, stream,
-            )  # fmt: skip
+            q, k, v, written = loadable(q), loadable(k), loadable(v), _storable(q, v, output)
+            key, inputs = (*of_call, *_forward_layout(q, k, v, written)), ForwardInputs(q, k, v, sink)
+            output = output._replace(out=written)
+            known = self._known(key, LaunchProgram._make_forward, inputs, (k, v), output, options, stream)
             assert known is not None, "no keys are fetched"
         more = (t.data_ptr() for t in (sink, max_logits) if t is not None)
-        known.calls.queue(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *more)
-        return True
+        known.queue(q.data_ptr(), k.data_ptr(), v.data_ptr(), written.data_ptr(), lse.data_ptr(), *more)
+        if written is not out:
+            out.copy_(written[..., : out.shape[2]])
 
     def backward(
         self,
@@ -281,10 +308,11 @@ class LaunchProgram:
             rows_k, rows_v = self._rows(k), self._rows(v)
         dq, dk, dv = _new_like(q), _new_like(k, dtype=partial), _new_like(v, dtype=partial)
         if known is None:
+            key, part = self._backward_key(stream, (q, k, v, dout, out, lse), wants_delta), back.WHOLE
+            inputs, grads = BackwardInputs(q, k, v, dout, lse, None), Gradients(dq, dk, dv)
             known = self._known(
-                self._backward_key(stream, (q, k, v, dout, out, lse), wants_delta), LaunchProgram._make_backward,
-                (q, k, v, rows_k, rows_v, dout, out, lse, None, dq, dk, dv), options, None, back.Part(), wants_delta,
-                stream,
+                key, LaunchProgram._make_backward, inputs, (rows_k, rows_v), out, grads, options, stream, part,
+                wants_delta,
             )  # fmt: skip
         if known is None:
             return None
@@ -293,15 +321,15 @@ class LaunchProgram:
         if self.remote is not None:
             of_keys = rows_k.data_ptr(), rows_v.data_ptr(), *of_keys
         delta = _new_like(lse) if wants_delta else None
-        if known.calls.form.is_empty:
-            known.calls.queue(memory, *of_keys)
+        if known.form is None:
+            known.queue(memory, *of_keys)
             dk.zero_()
             dv.zero_()
         else:
             rest = (t.data_ptr() for t in (q, k, v, dout, lse, dq, out, *(() if delta is None else (delta,))))
-            _attend_back(known.calls.queue, (memory, *of_keys, memory, *rest), q, v, self.bands)
-        if known.later is None and known.calls.form.is_empty:
-            known.calls.queue(memory, *of_keys, part=1)
+            _attend_back(known.queue, (memory, *of_keys, memory, *rest), q, v, self.bands)
+        if known.later is None and known.form is None:
+            known.queue(memory, *of_keys, part=1)
         if known.later is not None:
             assert self.remote is not None
             shapes = ((self.num_recv, *t.shape[1:]) for t in (k, v))
@@ -311,8 +339,8 @@ class LaunchProgram:
 
     def backward_stage(
         self, inputs: BackwardInputs, grads: Gradients, options: AttnOptions, shared: SharedSums | None
-    ) -> bool:
-        """Writes gradients to ``grads``, or adds to them; False if kernels cannot read the tensors in place.
+    ) -> None:
+        """Writes gradients to ``grads``, or adds to them.
 
         Args:
             inputs: q, k, v and dout in one dtype, and lse and delta, fp32 ``[num_rows, num_heads]``, over all keys.
@@ -320,44 +348,41 @@ class LaunchProgram:
             options: of the call.
             shared: sums of dq, to which this pass adds.
         """
-        q, k, v, dout, _, delta = inputs
-        assert k.shape[0] == self.num_keys
-        part, adds = back.Part(), _Adds(*grads[3:])
+        assert inputs.k.shape[0] == self.num_keys
+        part = back.WHOLE
         if shared is not None:
-            part, adds = shared.part, adds._replace(dq=False)
-        stream = current_stream(q.device)
-        aligned = () if _are_aligned(grads[:3]) else tuple(grad.data_ptr() % _TMA_ALIGNMENT for grad in grads[:3])
-        key = (
-            stream, adds, part, shared is not None, *aligned, *[grad.dtype for grad in grads[:3]],
-            *[t.stride() for t in (*inputs, *grads[:3])],
-        )  # fmt: skip
-        known = self._direct(key, (q, k, v, dout))
+            part, grads = shared.part, grads._replace(accumulate_dq=False)
+        stream, tensors = current_stream(inputs.q.device), grads[:3]
+        aligned = () if _are_aligned(tensors) else tuple(grad.data_ptr() % _TMA_ALIGNMENT for grad in tensors)
+        of_call = stream, part, *grads[3:], *aligned, *[grad.dtype for grad in tensors]
+        known = self._direct((*of_call, *[t.stride() for t in (*inputs, *tensors)]), inputs[:4])
         if known is None:
-            if not all(map(fits_tensor_map, (q, k, v, dout))):
-                return False
-            tensors = (q, k, v, k, v, dout, None, inputs.lse, delta, *grads[:3])
-            known = self._known(key, LaunchProgram._make_backward, tensors, options, adds, part, False, stream)
+            inputs = BackwardInputs(*map(loadable, inputs[:4]), *inputs[4:])
+            key = *of_call, *[t.stride() for t in (*inputs, *tensors)]
+            known = self._known(
+                key, LaunchProgram._make_backward, inputs, inputs[1:3], None, grads, options, stream, part, False
+            )
             assert known is not None, "no keys are fetched"
         targets = known.targets
-        buffers = grads[:3] if targets is None else targets.buffers(grads)
-        memory = scratch = torch.empty(known.num_scratch, dtype=torch.uint8, device=q.device)
+        buffers = tensors if targets is None else targets.buffers(grads)
+        memory = scratch = torch.empty(known.num_scratch, dtype=torch.uint8, device=inputs.q.device)
         if shared is not None:
             memory = shared.memory = scratch if shared.memory is None else shared.memory
             shared.left -= 1
+        q, k, v, dout, lse, delta = inputs
         of_keys = scratch.data_ptr(), buffers[1].data_ptr(), buffers[2].data_ptr(), memory.data_ptr()
-        known.calls.queue(*of_keys, *[t.data_ptr() for t in (q, k, v, dout, inputs.lse, buffers[0], delta)])
+        known.queue(*of_keys, *[t.data_ptr() for t in (q, k, v, dout, lse, buffers[0], delta)])
         if targets is not None:
             targets.finish(grads, buffers, has_dq=part.is_last)
-        return True
 
     @staticmethod
     def _backward_key(stream: int, tensors: Sequence[Tensor], wants_delta: bool) -> tuple:
         return stream, wants_delta, *[t.stride() for t in tensors]
 
-    def _direct(self, key: tuple, tensors: Sequence[Tensor]) -> _BoundLaunches | None:
+    def _direct(self, key: tuple, tensors: Sequence[Tensor]) -> BoundLaunches | None:
         """The known launches of a layout whose tensors all kernels use in place; None if there are none."""
         known = self.bound.get(key)
-        if known is None or not known.calls.form.is_direct or not known.holds():
+        if known is None or not known.is_direct or not known.holds():
             return None
         return known if _are_aligned(tensors) else None
 
@@ -365,18 +390,14 @@ class LaunchProgram:
         """The tensor to publish; unchanged if nothing is published."""
         return x if self.remote is None else self.remote.published(x)
 
-    def _known(self, key: tuple, make: Callable, tensors: Sequence[Any], *of_call: Any) -> _BoundLaunches | None:
+    def _known(self, key: tuple, make: Callable, *of_call: Any) -> BoundLaunches | None:
         """The launches of a layout; made if there are none or they are no longer valid."""
         known = self.bound.get(key)
         if known is None or not known.holds():
-            maker = self.makers.get(key)
-            if maker is None:
-                layouts = tuple(None if t is None else Layout.of(t) for t in tensors)
-                maker = functools.partial(_made, make, layouts, of_call, {})
-            known = self.make(key, maker)
+            known = self.make(key, self.makers.get(key) or _maker(make, of_call))
         return known
 
-    def make(self, key: tuple, maker: Maker) -> _BoundLaunches | None:
+    def make(self, key: tuple, maker: Maker) -> BoundLaunches | None:
         """Makes the launches of a layout and keeps them for calls."""
         made = maker(self)
         if made is not None:
@@ -390,132 +411,119 @@ class LaunchProgram:
         return made
 
     def _make_forward(
-        self, tensors: tuple[Layout, ...], made: dict, options: AttnOptions, accumulate: bool, max_logits: bool,
+        self,
+        made: _Made,
+        inputs: ForwardInputs,
+        rows: Sequence[Layout],
+        output: ForwardOutput,
+        options: AttnOptions,
         stream: int,
-    ) -> _BoundLaunches | None:  # fmt: skip
-        q, k, v, rows_k, rows_v, out, lse, sink = tensors
-        k, v, rows_k, rows_v = self._with_keys(k, v, rows_k, rows_v)
+    ) -> BoundLaunches | None:
+        """Launches for tensors of these layouts; ``rows``: keys and values to publish."""
+        inputs, rows = self._with_keys(inputs, "k", "v"), [t.with_rows(self.num_keys) for t in rows]
+        q, k, v, sink = inputs
         numbers = _later_numbers(self.num_recv, {"later.k": k, "later.v": v})
-        mover, arriving = self._get_step(rows_k, rows_v, stream)
+        mover, arriving = self._get_step(rows, stream)
         if self.remote is not None and mover is None:
             return None
-        moving, slots = () if arriving is None else (arriving.step,), _REMOTE_FORWARD if self.remote is not None else ()
-        numbers |= brought(moving)
-        form = LaunchesForm(q.device, stream, self.num_recv > 0, _are_same((k, v), (rows_k, rows_v)), not q.shape[0])
-        if form.is_empty:
-            return self._walk(made, form, mover, lambda: [moving], slots, numbers)
-        # Rows that see none of these keys keep what they have, unless a sink joins them.
-        shape = of_mask.pass_shape((q, k, v), self.num_recv, options, merges=accumulate and sink is None)
-        read = of_mask.forward_tables(shape, self.bands, q.device, stream, self.numbers[0])
+        slots, moving = () if self.remote is None else _REMOTE_FORWARD, [] if arriving is None else [arriving.step]
+        for step in moving:
+            numbers |= step.brings
+        read = None
+        if q.shape[0]:
+            # Rows that see none of these keys keep what they have, unless a sink joins them.
+            merges = output.accumulate and sink is None
+            shape = of_mask.pass_shape((q, k, v), self.num_recv, options, merges=merges)
+            read = of_mask.forward_tables(shape, self.bands, q.device, stream, self.numbers[0])
+            numbers |= read.numbers
+            more = [name for name, t in (("sink", sink), ("max_logits", output.max_logits)) if t is not None]
+            slots = (*slots, "q", "k", "v", "out", "lse", *more)
 
-        def steps() -> list[Sequence[Step]]:
-            operands = ForwardInputs(q, k, v, sink), ForwardOutput(out, lse, accumulate)
-            attention = forward_steps.forward_step(*operands, arriving, read.form, options, stream, max_logits)
-            return [(*moving, attention)]
+        def steps() -> list[list[Step]]:
+            if read is None:
+                return [moving]
+            return [forward_steps.forward_steps(inputs, output, read.form, options, stream, arriving)]
 
-        more = [name for name, there in (("sink", sink is not None), ("max_logits", max_logits)) if there]
-        slots = (*slots, "q", "k", "v", "out", "lse", *more)
-        form, numbers = form._replace(kernels=read.form), numbers | read.numbers
-        return self._walk(made, form, mover, steps, slots, numbers, read)
+        lists = _lists(made, read and read.form, mover, steps, slots, (q.device, stream), numbers)
+        return BoundLaunches(lists, mover, stream, numbers, read, _lie_alike((k, v), rows))
 
     def _make_backward(
-        self, tensors: tuple[Layout, ...], made: dict, options: AttnOptions, adds: _Adds | None, part: back.Part,
-        delta: bool, stream: int,
-    ) -> _BoundLaunches | None:  # fmt: skip
-        q, k, v, rows_k, rows_v, dout, out, lse, given_delta, dq, dk, dv = tensors
-        k, v, rows_k, rows_v, dk, dv = self._with_keys(k, v, rows_k, rows_v, dk, dv)
+        self,
+        made: _Made,
+        inputs: BackwardInputs,
+        rows: Sequence[Layout],
+        out: Layout | None,
+        grads: Gradients,
+        options: AttnOptions,
+        stream: int,
+        part: back.Part,
+        wants_delta: bool,
+    ) -> BoundLaunches | None:
+        """As `_make_forward`; with ``out`` of a pass over all keys, without it of a stage."""
+        inputs, grads = self._with_keys(inputs, "k", "v"), self._with_keys(grads, "dk", "dv")
+        rows, (q, k, v, _, lse, _), (_, dk, dv, *_) = [t.with_rows(self.num_keys) for t in rows], inputs, grads
         numbers = _later_numbers(self.num_recv, {"later.k": k, "later.v": v, "later.dk": dk, "later.dv": dv})
-        mover, arriving = self._get_step(rows_k, rows_v, stream)
-        if self.remote is not None and mover is None:
-            return None
-        moving, left, returned = () if arriving is None else (arriving.step,), False, ()
+        mover, arriving = self._get_step(rows, stream)
+        slots, returning, read, kernels, form = ("scratch", "dk", "dv"), None, None, None, None
         if self.remote is not None:
-            later = tuple(dk.new_empty((self.num_recv, *t.shape[1:])) for t in (dk, dv))
-            sums = self.remote.put_step(later, (dk, dv), _OF_LATER, _GRADIENTS)
-            left, returned = sums is None, () if sums is None else (sums,)
-        numbers |= brought((*moving, *returned))
-        slots = ("scratch", *(("k_rows", "v_rows") if self.remote is not None else ()), "dk", "dv")
-        is_direct = _are_same((k, v), (rows_k, rows_v))
-        form = LaunchesForm(q.device, stream, self.num_recv > 0, is_direct, not q.shape[0], left)
-        if form.is_empty:
-            return self._walk(made, form, mover, lambda: [moving, returned], slots, numbers)
-        shape, grads = of_mask.pass_shape((q, k, v), self.num_recv, options), Gradients(dq, dk, dv, *(adds or ()))
+            if mover is None:
+                return None
+            later = [t.new_empty((self.num_recv, *t.shape[1:])) for t in (dk, dv)]
+            returning = self.remote.put_step(later, (dk, dv), back.OF_FETCHED, _GRADIENTS)
+            slots = "scratch", "k_rows", "v_rows", "dk", "dv"
+        left, home = self.remote is not None and returning is None, [] if returning is None else [returning]
+        moving = [] if arriving is None else [arriving.step]
+        for step in (*moving, *home):
+            numbers |= step.brings
+        if q.shape[0]:
+            read = self._backward_tables(q, k, v, None if out is not None else grads, options, stream)
+            form = read.form
+            if out is not None:
+                inputs = inputs._replace(delta=lse.new_empty(lse.shape))
+                if dk.dtype != q.dtype:
+                    form = form._replace(targets=form.targets._replace(store_keys=STORE_FLOAT))
+            kernels = back.BackwardSteps(
+                inputs, out, Gradients(*form.targets.layouts(grads)), form, options, stream, arriving, returning,
+                part, wants_delta,
+            )  # fmt: skip
+            numbers |= read.numbers
+            numbers |= kernels.scratch(numbers["key_sums"], numbers["num_scratch"])
+            slots += "stats", "q", "k", "v", "dout", "lse", "dq", *(("delta",) if out is None else ("out",))
+            slots += ("delta",) if wants_delta else ()
+
+        def steps() -> list[list[Step]]:
+            return [moving, home] if kernels is None else [kernels.steps()]
+
+        lists = _lists(made, (left, form), mover, steps, slots, (q.device, stream), numbers)
+        return BoundLaunches(lists, mover, stream, numbers, read, _lie_alike((k, v), rows), left)
+
+    def _backward_tables(
+        self, q: Layout, k: Layout, v: Layout, grads: Gradients | None, options: AttnOptions, stream: int
+    ) -> of_mask.PassTables:
+        """The mask's tables; ``grads``: of a stage, which may be added to, or have other dtypes and layouts."""
+        shape = of_mask.pass_shape((q, k, v), self.num_recv, options)
 
         def targets_of(splits: int) -> tuple[Targets, int | None]:
             targets = Targets.of(grads, shape.problem.dims, q.dtype, splits)
             return targets, targets.room_in_dq(grads)
 
-        read = of_mask.backward_tables(
-            shape, self.bands, q.device, stream, self.numbers[1], None if adds is None else targets_of
-        )
-        kernels = read.form
-        if adds is None and dk.dtype != q.dtype:
-            kernels = kernels._replace(targets=kernels.targets._replace(store_keys=STORE_FLOAT))
-        numbers |= read.numbers
-        given_delta = lse.new_empty(lse.shape) if given_delta is None else given_delta
-        written = tuple(kernels.targets.layouts(grads))
-        layouts = back.BackwardLayouts((q, k, v, dout), out, lse, given_delta, written)
-        scratch, numbers["num_scratch"] = back.scratch_numbers(
-            layouts, kernels, options, numbers["key_sums"], numbers["num_scratch"], part.is_first
-        )
-        numbers |= scratch
+        chosen = None if grads is None else targets_of
+        return of_mask.backward_tables(shape, self.bands, q.device, stream, self.numbers[1], chosen)
 
-        def steps() -> list[Sequence[Step]]:
-            comes = arriving if self.num_recv else None
-            sent = back.Sent(comes, _OF_LATER, moves=bool(moving), returns=bool(returned))
-            found = back.backward_steps(layouts, kernels, options, stream, sent=sent, part=part, wants_delta=delta)
-            ends = [*returned, *found.rest]
-            if found.rest_is_apart and returned and arriving.overlaps:
-                ends[0] = returned[0].overlapping()
-            elif found.rest_is_apart:  # it would occupy its SMs until the other ranks arrive
-                ends = [*found.rest, *returned]
-            return [[*moving, *found.before, *found.keys, *ends]]
+    def _with_keys[T: (ForwardInputs, BackwardInputs, Gradients)](self, layouts: T, *names: str) -> T:
+        """Layouts of another mask, in which tensors of keys have this mask's number of keys."""
+        return layouts._replace(**{name: getattr(layouts, name).with_rows(self.num_keys) for name in names})
 
-        slots += "stats", "q", "k", "v", "dout", "lse", "dq", *(("delta",) if out is None else ("out",))
-        slots += ("delta",) if delta else ()
-        return self._walk(made, form._replace(kernels=kernels), mover, steps, slots, numbers, read)
-
-    @staticmethod
-    def _walk(
-        made: dict[LaunchesForm, StreamLaunches],
-        form: LaunchesForm,
-        mover: StepMover | None,
-        steps: Callable[[], Sequence[Sequence[Step]]],
-        slots: Sequence[str],
-        numbers: Mapping[str, int],
-        read: of_mask.PassTables | None = None,
-    ) -> _BoundLaunches:
-        """Launches with these numbers.
-
-        Args:
-            made: lists of other masks, by form; valid ones are copied.
-            form: of these.
-            mover: launches kernels that transfer rows; None if there are none.
-            steps: makes the steps if there are none to copy.
-            slots: as `LaunchList` takes them.
-            numbers: of the mask.
-            read: its tables.
-        """
-        known = made.get(form)
-        if known is None or not known.hold():
-            known = StreamLaunches(form, mover, steps(), slots)
-        made[form] = calls = known.like(mover, numbers)
-        return _BoundLaunches(calls, numbers, read)
-
-    def _with_keys(self, *tensors: Layout) -> Iterator[Layout]:
-        """Layouts of key tensors of another mask, with this mask's number of keys."""
-        return (t.with_rows(self.num_keys) for t in tensors)
-
-    def _get_step(self, k: Layout, v: Layout, stream: int) -> tuple[StepMover | None, Arriving | None]:
+    def _get_step(self, rows: Sequence[Layout], stream: int) -> tuple[StepMover | None, Arriving | None]:
         """The mover of keys and the kernel that it launches; None and None if no keys are fetched in this way."""
         if self.remote is None:
             return None, None
-        form = stream, [(t.shape, t.stride(), t.dtype, t.data_ptr()) for t in (k, v)]
+        form = stream, [(t.shape, t.stride(), t.dtype, t.data_ptr()) for t in rows]
         of_form, mover, version, arriving = self.last_get or (None, lambda: None, None, None)
         mover = mover()
         if of_form != form or mover is None or mover.version() != version:
-            into = [t.new_empty((self.num_recv, *t.shape[1:])) for t in (k, v)]
-            found = self.remote.get_step((k, v), into, _PUBLISHED, _LATER)
+            into = [t.new_empty((self.num_recv, *t.shape[1:])) for t in rows]
+            found = self.remote.get_step(rows, into, _PUBLISHED, _LATER)
             if found is None:
                 return None, None
             mover, arriving = found
@@ -523,9 +531,48 @@ class LaunchProgram:
         return mover, arriving
 
 
-def _made(make: Callable, tensors: tuple, of_call: tuple, made: dict, one: LaunchProgram) -> _BoundLaunches | None:
-    """One of `LaunchProgram.makers`; ``made``: the lists that it has made, by form."""
-    return make(one, tensors, made, *of_call)
+def _maker(make: Callable[..., BoundLaunches | None], of_call: Sequence[object]) -> Maker:
+    """One of `LaunchProgram.makers`, for calls with tensors that lie as these."""
+    made, layouts = {}, [_layouts(x) for x in of_call]
+    return lambda program: make(program, made, *layouts)
+
+
+def _layouts(x: Any) -> Any:
+    """The same with layouts in the place of tensors."""
+    if isinstance(x, Tensor):
+        return Layout.of(x)
+    if not isinstance(x, tuple):
+        return x
+    items = map(_layouts, x)
+    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+
+
+def _lists(
+    made: _Made,
+    form: object,
+    mover: StepMover | None,
+    steps: Callable[[], Sequence[Sequence[Step]]],
+    slots: Sequence[str],
+    where: tuple[torch.device, int],
+    numbers: Mapping[str, int],
+) -> list[LaunchList]:
+    """Lists of launches with these numbers.
+
+    Args:
+        made: of other masks, which are copied if they are valid.
+        form: what steps depend on besides the numbers.
+        mover: launches those that transfer rows.
+        steps: makes those of each list.
+        slots: as `LaunchList` takes them.
+        where: device and stream.
+        numbers: of the mask.
+    """
+    (of_state, known), state = made.get(form, (None, None)), _state(mover)
+    if known is None or of_state != state:
+        known = [LaunchList(of_list, slots, where[1], stream_lock(*where)) for of_list in steps()]
+    copies = [calls.with_numbers(numbers) for calls in known]
+    made[form] = state, copies
+    return copies
 
 
 def _are_aligned(tensors: Sequence[Tensor]) -> bool:
@@ -536,14 +583,25 @@ def _are_aligned(tensors: Sequence[Tensor]) -> bool:
     return bits % _TMA_ALIGNMENT == 0
 
 
-def can_store(q: Tensor, v: Tensor, out: Tensor) -> bool:
-    """Whether the forward kernel writes ``out`` itself."""
-    dims = kernel_dims((q.shape[2], v.shape[2]), backward=False)
+def _forward_layout(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> tuple:
+    return out.dtype, out.shape[2], q.stride(), k.stride(), v.stride(), out.stride()
+
+
+def _storable(q: Tensor, v: Tensor, output: ForwardOutput) -> Tensor:
+    """What the forward kernel writes: the output, or a buffer, which may be wider, that is copied to it."""
+    out, dims = output.out, kernel_dims((q.shape[2], v.shape[2]), backward=False)
     assert dims is not None
-    return out.shape[2] == dims[1] and out.dtype in (q.dtype, torch.float32) and fits_tensor_map(out)
+    if out.shape[2] == dims[1]:
+        if out.dtype in (q.dtype, torch.float32) and fits_tensor_map(out):
+            return out
+        return out.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    wide = out.new_empty((*out.shape[:2], dims[1]), dtype=q.dtype if out.dtype == q.dtype else torch.float32)
+    if output.accumulate:
+        wide[..., : out.shape[2]] = out
+    return wide
 
 
-def _are_same(tensors: Sequence[Layout], others: Sequence[Layout]) -> bool:
+def _lie_alike(tensors: Sequence[Layout], others: Sequence[Layout]) -> bool:
     """Whether the tensors are those of ``others``; else they are copies with other strides."""
     return all(a.stride() == b.stride() for a, b in zip(tensors, others, strict=True))
 

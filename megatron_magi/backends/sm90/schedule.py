@@ -15,7 +15,7 @@ blocks of one head. SMs take items in this order (persistent scheduling with an 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_magi.backends.sm90 import tuning
+from megatron_magi.backends.tiles import cpp_tiles
 
 _QUERIES, _SLACK = 64, 208  # queries of a block; tolerance in columns for where tiles of one document end
 
@@ -154,7 +155,7 @@ def _near_schedule(work: _Work, max_split: int, long_tile: int, narrow: bool) ->
         time = _makespan(of_items, num_sms)
         if time < 0.98 * shortest:
             best, shortest = schedule, time
-        if shortest * num_sms <= tuning.BALANCED * sum(of_items):
+        if shortest * num_sms <= tuning.BALANCED * int(of_items.sum()):
             break
     assert best is not None
     return best
@@ -199,7 +200,9 @@ def _schedule(work: _Work, division: _Division) -> Schedule:
     parts = [_section(unsplit, [head], group) for head in work.first_heads]
     parts += [_by_head(tiles, heads, width) for tiles in sections]
     of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
-    parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone]]
+    of_heads = np.zeros((alone, 1, 4), dtype=np.int64)
+    of_heads[:, 0, 1] = heads[:alone]
+    parts.append((of_first + of_heads).reshape(-1, 4))
     parts.append(_section(np.sort(split), heads[alone:], width))
     heads_at_once = [[head] for head in work.first_heads] if width < group else [work.first_heads]
     of_short = [_section(short, some, group) for some in heads_at_once] + [_section(last, work.first_heads, group)]
@@ -288,17 +291,19 @@ def _heads_together(costs: np.ndarray, heads: int, num_sms: int) -> int:
     return min(heads, -(-2 * int(costs[0]) * num_sms // int(costs.sum())))
 
 
-def _item_costs(items: np.ndarray, costs: np.ndarray, group: int) -> list[int]:
-    """Cost of each item, in blocks: its blocks and its fixed cost."""
+def _item_costs(items: np.ndarray, costs: np.ndarray, group: int) -> np.ndarray:
+    """Cost of each item, in blocks: its blocks and its fixed cost; int64 ``[num_items]``."""
     heads = items[:, 1] >> 16
     blocks = np.where(items[:, 3] > 0, items[:, 3], costs[items[:, 0]])
-    return (blocks * heads + np.where(heads < group, tuning.PART_COST_BLOCKS, tuning.ITEM_COST_BLOCKS)).tolist()
+    return blocks * heads + np.where(heads < group, tuning.PART_COST_BLOCKS, tuning.ITEM_COST_BLOCKS)
 
 
-def _makespan(costs: Iterable[int], num_sms: int) -> int:
+def _makespan(costs: Sequence[int] | np.ndarray, num_sms: int) -> int:
     """Makespan in blocks if each SM takes the next item when it is free."""
+    if cpp_tiles.available():
+        return cpp_tiles.makespan(np.asarray(costs, dtype=np.int64), num_sms)
     busy = [0] * max(1, num_sms)
-    for cost in costs:
+    for cost in np.asarray(costs).tolist():
         heapq.heapreplace(busy, busy[0] + cost)
     return max(busy)
 

@@ -1,4 +1,4 @@
-"""Tile plans in C++ (csrc/solver/tiles.cpp): equal to `tiles.plan_tiles`, but faster.
+"""Tile plans in C++ (csrc/solver/tiles.cpp): equal to functions of `tiles`, but faster.
 
 Tiles with rows that see several intervals in one run of columns are still divided into passes by `passes.py`, in numpy.
 """
@@ -6,6 +6,7 @@ Tiles with rows that see several intervals in one run of columns are still divid
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from megatron_magi.backends.tiles.tiles import TilePlan
 from megatron_magi.mask import bands as bd
 from megatron_magi.runtime import cpp_library
 
-_VERSION = 3
+_VERSION = 4
 """Raised with that of csrc/solver/tiles.cpp: a library that was built from other sources is not used."""
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
@@ -30,6 +31,14 @@ class _Shape(ctypes.Structure):
     ]
 
 
+class _View(ctypes.Structure):
+    _fields_ = [*((name, _Pointer) for name in ("tiles", "passes", "costs")), ("num_tiles", _Int), ("block_n", _Int)]
+
+    def __init__(self, plan: TilePlan) -> None:
+        self.kept = [np.ascontiguousarray(array) for array in (plan.tiles, plan.passes, plan.costs)]
+        super().__init__(*(array.ctypes.data for array in self.kept), len(plan.tiles), plan.block_n)
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
     """The library next to this file; None if it was not built, or was built from other sources."""
@@ -40,6 +49,10 @@ def _library() -> ctypes.CDLL | None:
         library.magi_tiles_pieces.argtypes = [_Pointer] * 3
         library.magi_tiles_give.argtypes = [_Pointer, _Pointer, _Pointer, _Int, _Pointer, _Int]
         library.magi_tiles_end.argtypes = [_Pointer] * 5
+        library.magi_tiles_local_first.argtypes = [_Pointer, *[_Int] * 4, _Pointer]
+        library.magi_tiles_drift.argtypes = [_Pointer] * 2
+        library.magi_tiles_makespan.argtypes, library.magi_tiles_makespan.restype = [_Pointer, _Int, _Int], _Int
+        library.magi_tiles_facts.argtypes = [_Pointer, _Int, _Pointer]
     return library
 
 
@@ -87,3 +100,36 @@ def plan_tiles(
     bounds, costs = np.empty((num_passes, block_m, 2), dtype=np.int32), np.empty(num_tiles, dtype=np.int64)
     library.magi_tiles_end(handle, *(array.ctypes.data for array in (tiles, passes, bounds, costs)))
     return TilePlan(tiles, passes, bounds, costs, block_m, block_n, block_n)
+
+
+def local_first(plan: TilePlan, first: int, num_arriving: int, late: int, lead: int) -> TilePlan:
+    """`tiles.local_first` in C++, with equal results; only where this is `available`."""
+    library, view, order = _library(), _View(plan), np.empty(len(plan.tiles), dtype=np.int64)
+    assert library is not None
+    library.magi_tiles_local_first(ctypes.addressof(view), first, num_arriving, late, lead, order.ctypes.data)
+    return replace(plan, tiles=plan.tiles[order], costs=plan.costs[order])
+
+
+def drift(plan: TilePlan) -> tuple[float, float]:
+    """`tiles.drift` in C++, with equal results; only where this is `available`."""
+    library, view, out = _library(), _View(plan), (ctypes.c_double * 2)()
+    assert library is not None
+    library.magi_tiles_drift(ctypes.addressof(view), out)
+    return tuple(out)
+
+
+def makespan(costs: np.ndarray, num_sms: int) -> int:
+    """`sm90.schedule._makespan` in C++, of int64 ``[num_items]``; only where this is `available`."""
+    library = _library()
+    assert library is not None
+    costs = np.ascontiguousarray(costs, dtype=np.int64)
+    return library.magi_tiles_makespan(costs.ctypes.data, len(costs), num_sms)
+
+
+def runs_and_area(bands: bd.IntArray) -> tuple[int, int]:
+    """Distinct first rows of a table of bands, and visible pairs, in C++; only where this is `available`."""
+    library, out = _library(), (_Int * 2)()
+    assert library is not None
+    bands = np.ascontiguousarray(bands, dtype=np.int64)
+    library.magi_tiles_facts(bands.ctypes.data, len(bands), out)
+    return tuple(out)

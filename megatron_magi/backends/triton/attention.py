@@ -37,6 +37,14 @@ def sparse_kernels() -> ModuleType:
     return module
 
 
+@cache
+def latent_kernels() -> ModuleType:
+    """Those of attention over lists of latent keys, likewise."""
+    from megatron_magi.backends.triton import latent_kernels as module
+
+    return module
+
+
 @torch.no_grad()
 def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput) -> None:
     """See `megatron_magi.backends.base.Backend.forward`."""

@@ -8,7 +8,7 @@ import torch
 
 from megatron_magi.backends import base
 from megatron_magi.backends.base import Backend
-from megatron_magi.backends.triton import attention, sparse, support
+from megatron_magi.backends.triton import attention, latent, sparse, support
 from megatron_magi.backends.triton.tables import HostTables
 
 
@@ -19,6 +19,7 @@ class TritonKernels(Backend):
     title: ClassVar[str] = "kernels in Triton"
     tables: ClassVar[base.HostTables | None] = HostTables()
     sparse: ClassVar[base.Sparse | None] = sparse
+    latent: ClassVar[base.Latent | None] = latent
 
     forward = staticmethod(attention.forward)
     backward = staticmethod(attention.backward)

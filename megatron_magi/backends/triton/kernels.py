@@ -47,7 +47,8 @@ def _add_rows(
 
 @triton.jit
 def _tanh(x):
-    return 1 - 2 / (tl.exp2(x * (2 * LOG2_E)) + 1)
+    small = x * (1 - x * x * 0.33333334)  # where the difference below would be rounding; its error is 2/15 x^5
+    return tl.where(tl.abs(x) < 0.03125, small, 1 - 2 / (tl.exp2(x * (2 * LOG2_E)) + 1))
 
 
 @triton.jit

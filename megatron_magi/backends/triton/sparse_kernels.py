@@ -103,6 +103,17 @@ def _seen(row, key, there, shift, CAUSAL: tl.constexpr):
     return seen
 
 
+@triton.jit
+def _with_sink(result, of_sink):
+    """lse of keys and of sinks together, in base 2, and the weight of what was computed of the keys."""
+    most = tl.maximum(result, of_sink)
+    none, infinite = most == float("-inf"), most == float("inf")
+    weight = _weight(result, most)
+    sum_of = tl.where(none, 1.0, weight + _weight(of_sink, most))
+    together = tl.where(none, float("-inf"), tl.where(infinite, float("inf"), most + tl.log2(sum_of)))
+    return together, weight / sum_of
+
+
 @triton.jit(do_not_specialize=["num_lists", "num_blocks", "num_rows", "num_keys", "num_heads", "q_block"])
 def sparse_forward_kernel(
     q, k, v, out, lse, row_max, sink, entries, spans, num_lists, num_blocks, num_rows, num_keys, num_heads, q_block,
@@ -147,12 +158,8 @@ def sparse_forward_kernel(
     result = tl.where(has_seen, largest + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
     if HAS_SINK:
         of_sink = tl.load(sink + row * sink_row + row_head * sink_head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-        most = tl.maximum(result, of_sink)
-        none, infinite = most == float("-inf"), most == float("inf")
-        weight = _weight(result, most)
-        sum_of = tl.where(none, 1.0, weight + _weight(of_sink, most))
-        acc = acc * (weight / sum_of)[:, None]
-        result = tl.where(none, float("-inf"), tl.where(infinite, float("inf"), most + tl.log2(sum_of)))
+        result, weight = _with_sink(result, of_sink)
+        acc = acc * weight[:, None]
     tl.store(lse + row * lse_row + row_head * lse_head, result * LN_2, mask=is_row)
     _store(out + row * out_row + row_head * out_head, is_row, acc, DV, PAD_V)
 

@@ -18,6 +18,17 @@ _LEAST_CAPABILITY = (8, 0)
 
 def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], instead: str = "'torch'") -> str | None:
     """See `megatron_magi.backends.base.Backend.why_not`."""
+    if (reason := why_not_device(device, instead)) is not None:
+        return reason
+    if dtype not in _DTYPES:
+        return f"q: impl 'triton' takes fp16, bf16 and fp32, got {dtype}; use {instead}"
+    if max(dims) > _MOST_DIM:
+        return f"q: impl 'triton' takes head dims up to {_MOST_DIM}, got {dims[0]} and {dims[1]}; use {instead}"
+    return None
+
+
+def why_not_device(device: torch.device, instead: str) -> str | None:
+    """The reason why kernels do not run on a device; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return f"q: impl 'triton' needs the package triton (pip install triton); use {instead}"
     if device.type != "cuda" and not _is_interpreted():
@@ -31,10 +42,6 @@ def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], ins
             return f"q: impl 'triton' needs compute capability {least}, this GPU has {found}; use {instead}"
     if device.type == "cuda" and (missing := _missing_of_compiler()):
         return f"q: impl 'triton' needs {missing}, with which Triton builds what launches kernels; use {instead}"
-    if dtype not in _DTYPES:
-        return f"q: impl 'triton' takes fp16, bf16 and fp32, got {dtype}; use {instead}"
-    if max(dims) > _MOST_DIM:
-        return f"q: impl 'triton' takes head dims up to {_MOST_DIM}, got {dims[0]} and {dims[1]}; use {instead}"
     return None
 
 

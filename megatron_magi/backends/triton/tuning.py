@@ -94,6 +94,17 @@ def sparse_sizes(kernel: Kernel, dims: tuple[int, int], itemsize: int, places: i
     return found._replace(rows=min(found.rows, padded(places)))
 
 
+def latent_sizes(kernel: Kernel, kind: Kind, itemsize: int, group: int) -> Sizes:
+    """The sizes of a kernel of attention over lists of latent keys: ``rows`` are query heads, ``columns`` keys.
+
+    Args:
+        itemsize: bytes of an element.
+        group: query heads of a key head; no more are computed together, but 16, the fewest of a product.
+    """
+    found = _LATENT_FP32 if itemsize == 4 else _LATENT[kind][kernel]
+    return found._replace(rows=min(found.rows, padded(group)))
+
+
 # By head dim, filled up to 64, 128 or 256.
 _FP32: dict[Kernel, dict[int, Sizes]] = {
     # Exact products of fp32 use no tensor cores. Registers bound the tile, on every GPU alike: these are sizes that
@@ -136,3 +147,20 @@ _SPARSE: dict[Kernel, dict[int, Sizes]] = {
 _SPARSE_FP32: dict[Kernel, dict[int, Sizes]] = _FP32 | {
     "query_gradient": {64: Sizes(64, 32, 8, 1), 128: Sizes(32, 32, 8, 1), 256: Sizes(16, 16, 4, 1)},
 }
+
+# Of latent keys, of up to 512 elements and 64 behind (fp32: 128 and 64): they spill few registers and are not timed.
+_LATENT: dict[Kind, dict[Kernel, Sizes]] = {
+    "small": {
+        "forward": Sizes(64, 16, 8, 2), "query_gradient": Sizes(32, 16, 8, 2), "key_gradient": Sizes(32, 16, 8, 2),
+    },
+    "medium": {
+        "forward": Sizes(64, 32, 8, 2), "query_gradient": Sizes(32, 32, 8, 2), "key_gradient": Sizes(32, 32, 8, 2),
+    },
+    "large": {
+        "forward": Sizes(64, 32, 8, 2), "query_gradient": Sizes(64, 32, 8, 1), "key_gradient": Sizes(32, 32, 8, 2),
+    },
+    "hopper": {
+        "forward": Sizes(64, 32, 8, 3), "query_gradient": Sizes(32, 32, 8, 2), "key_gradient": Sizes(32, 32, 8, 2),
+    },
+}  # fmt: skip
+_LATENT_FP32 = Sizes(16, 16, 8, 1)

@@ -10,15 +10,7 @@ import pytest
 
 from megatron_magi.attention import call_cache
 from megatron_magi.backends.sm90 import attention as hopper
-from megatron_magi.backends.sm90 import (
-    backward_steps,
-    forward_steps,
-    kernels,
-    mask_numbers,
-    program,
-    row_delta,
-    support,
-)
+from megatron_magi.backends.sm90 import kernels, mask_numbers, program, row_delta, support
 from megatron_magi.cuda import driver, launch, launch_list
 from megatron_magi.runtime.lru import LruCache
 
@@ -37,12 +29,13 @@ class Launched(list[str]):
 def kinds_of_params(monkeypatch: pytest.MonkeyPatch) -> dict[int, type[ctypes.Structure]]:
     """The struct of the parameters of each kernel that is prepared from now on, by the kernel's id."""
     found: dict[int, type[ctypes.Structure]] = {}
-    kept, begin, make_step = [], launch.Launch.__init__, launch_list.make_step
+    kept, begin, begin_list = [], launch.Launch.__init__, launch_list.LaunchList.__init__
 
-    def make_one(kernel, num_blocks, params, **more):
-        kept.append(kernel)
-        found[id(kernel)] = type(params)
-        return make_step(kernel, num_blocks, params, **more)
+    def make_list(self, steps, *more) -> None:
+        for step in steps:
+            kept.append(step.kernel)
+            found[id(step.kernel)] = type(step.params)
+        begin_list(self, steps, *more)
 
     def make_single(self, kernel, num_blocks, params, maps=()) -> None:
         kept.append(kernel)
@@ -50,8 +43,7 @@ def kinds_of_params(monkeypatch: pytest.MonkeyPatch) -> dict[int, type[ctypes.St
         begin(self, kernel, num_blocks, params, maps)
 
     monkeypatch.setattr(launch.Launch, "__init__", make_single)
-    for module in (forward_steps, backward_steps):
-        monkeypatch.setattr(module, "make_step", make_one)
+    monkeypatch.setattr(launch_list.LaunchList, "__init__", make_list)
     return found
 
 

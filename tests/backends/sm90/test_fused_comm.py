@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from megatron_magi.backends.sm90 import mask_numbers
-from megatron_magi.backends.sm90.backward_steps import BackwardLayouts, Part, Sent, backward_steps, scratch_numbers
-from megatron_magi.backends.sm90.forward_steps import forward_step
+from megatron_magi.backends.sm90.backward_steps import BackwardSteps
+from megatron_magi.backends.sm90.forward_steps import forward_steps
 from megatron_magi.backends.sm90.mask_numbers import backward_tables, forward_tables, pass_shape
 from megatron_magi.backends.sm90.program import _later_numbers
 from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.launch_list import LaunchList
+from megatron_magi.cuda.launch_list import LaunchList, Step
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.mask import builders
 from megatron_magi.operands.options import AttnOptions
-from megatron_magi.operands.passes import ForwardInputs, ForwardOutput
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from tests.backends.sm90.fake_driver import fake_driver
 
 N, HEADS, HEADS_KV, DIM = 2048, 8, 2, 128
@@ -46,17 +46,17 @@ def passes(mask, num_arriving, options):
     rows = lie(num_arriving, HEADS_KV)
     numbers = _later_numbers(num_arriving, dict.fromkeys(("later.k", "later.v", "later.dk", "later.dv"), rows))
     places = ("scratch", "later.k"), ("scratch", "later.v")
-    arriving = Arriving((rows, rows), places, (), 0, 0, 0, 0, 0) if num_arriving else None
+    arriving = Arriving((rows, rows), places, None, 0, 0, 0, 0, 0)
     operands, shape = (ForwardInputs(q, k, k), ForwardOutput(q, lse)), pass_shape((q, k, k), num_arriving, options)
     known = forward_tables(shape, bands, q.device, 0)
-    step = forward_step(*operands, arriving, known.form, options, 0, max_logits=False)
-    yield [step], known.form, {**numbers, **known.numbers}
-    layouts = BackwardLayouts((q, k, k, q), q, lse, lse, (q, k, k))
-    known = backward_tables(shape, bands, q.device, 0)
-    scratch, _ = scratch_numbers(layouts, known.form, options, known.numbers["key_sums"], 1 << 20, True)
-    sent = Sent(arriving, (("scratch", "later.dk"), ("scratch", "later.dv")), moves=True, returns=True)
-    before, keys, rest, _ = backward_steps(layouts, known.form, options, 0, sent=sent, part=Part(), wants_delta=False)
-    yield [*before, *keys, *rest], known.form, {**numbers, **known.numbers, **scratch}
+    _, *steps = forward_steps(*operands, known.form, options, 0, arriving)
+    yield steps, known.form, {**numbers, **known.numbers}
+    inputs, grads = BackwardInputs(q, k, k, q, lse, lse), Gradients(q, k, k)
+    known, returning = backward_tables(shape, bands, q.device, 0), Step(None, 1, None)
+    kernels = BackwardSteps(inputs, q, grads, known.form, options, 0, arriving, returning)
+    scratch = kernels.scratch(known.numbers["key_sums"], 1 << 20)
+    steps = [step for step in kernels.steps()[1:] if step.kernel is not None]
+    yield steps, known.form, {**numbers, **known.numbers, **scratch}
 
 
 def memory(steps, numbers):
@@ -100,12 +100,12 @@ def test_a_rank_that_fetches_nothing_computes_beside_what_publishes_its_keys(mon
     none, places = lie(0, HEADS_KV), (("scratch", "later.k"), ("scratch", "later.v"))
     with fake_driver(monkeypatch):
         known = forward_tables(pass_shape((q, k, k), 0, options), bands_of(MASKS["causal"], 0), q.device, 0)
-        arriving = Arriving((none, none), places, (), 0, 0, 0, 0, 0)
-        step = forward_step(*operands, arriving, known.form, options, 0, False)
+        arriving = Arriving((none, none), places, Step(None, 1, None), 0, 0, 0, 0, 0)
+        first, step = forward_steps(*operands, known.form, options, 0, arriving)
         numbers = {**_later_numbers(0, {"later.k": none, "later.v": none}), **known.numbers}
-        assert step.config.num_attributes == 1, "it does not wait for the kernel before it"
-        assert "later.num_rows" in {field.name for field in step.fields}
-        assert all(numbers[rows.name] > 0 for rows in step.maps), "a tensor map has rows"
+        assert first is arriving.step and step.overlaps, "it does not wait for the kernel before it"
+        assert "later.num_rows" in step.numbers.values()
+        assert all(numbers[one.rows] > 0 for one in step.maps if one.rows), "a tensor map has rows"
         memory([step], numbers)
 
 

@@ -97,9 +97,8 @@ def test_masks_of_other_numbers_of_keys_share_the_launches_of_a_layout(launched,
 
     first = step(400)
     assert 400 in maps and 360 not in maps
-    for name in ("forward_step", "backward_steps"):
-        module = getattr(hopper_program, "forward_steps" if name == "forward_step" else "back")
-        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("made again"))
+    for owner, name in ((hopper_program.forward_steps, "forward_steps"), (hopper_program.back.BackwardSteps, "steps")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("made again"))
     maps.clear()
     second = step(360)
     assert set(maps) == {360}

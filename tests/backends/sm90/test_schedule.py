@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_magi.backends.sm90 import schedule
 from megatron_magi.backends.sm90.schedule import (
     Schedule,
     differ_in_length,
@@ -23,6 +25,7 @@ from megatron_magi.backends.sm90.tuning import (
     PIECE_BLOCKS,
     SECTION_TILES,
 )
+from megatron_magi.backends.tiles import cpp_tiles
 from megatron_magi.backends.tiles.tiles import UNIT, TilePlan, drift, plan_tiles
 from megatron_magi.mask import builders
 from megatron_magi.mask.bands import transpose
@@ -298,3 +301,12 @@ def test_small_problems_are_split_so_that_processors_have_work():
     plan = backward_plan(builders.full(2048))
     assert schedule_of(plan, 1, 8, SMS, max_split=10**6, long_tile=LONG_BLOCKS).num_split == len(plan.tiles)
     assert schedule_of(plan, 1, 8, SMS, max_split=0, long_tile=LONG_BLOCKS).num_split == 0
+
+
+@settings(max_examples=50)
+@given(costs=st.lists(st.integers(0, 50), max_size=300), num_sms=st.integers(0, 140))
+def test_the_makespan_is_the_same_where_nothing_is_built(costs, num_sms):
+    found = schedule._makespan(costs, num_sms)
+    with mock.patch.object(cpp_tiles, "_library", return_value=None):
+        assert schedule._makespan(costs, num_sms) == found
+    assert found >= max(costs, default=0) and found * max(1, num_sms) >= sum(costs)

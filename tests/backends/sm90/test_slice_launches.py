@@ -35,7 +35,7 @@ def memory(launches):
     """Of the lists of calls of both passes, as they are queued for some addresses."""
     found = {}
     for key, walk in launches.bound.items():
-        (calls,) = walk.calls._lists
+        (calls,) = walk.lists
         calls.queue(*range(1, calls._form.num_slots + 1))
         found[key] = bytes(calls._memory)
     assert len(found) == 2
@@ -46,7 +46,7 @@ def test_calls_of_a_known_mask_make_nothing(launched, monkeypatch):
     step(MASKS[0])
     first = list(launched)
     assert first[:3] == ["forward", "preprocess", "backward"] and first[-1] == "postprocess_dq"
-    monkeypatch.setattr(program, "_BoundLaunches", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(program, "BoundLaunches", lambda *_: pytest.fail("made again"))
     launched.clear()
     step(builders.varlen(doc_lengths=[200, 312]))
     assert launched == first
@@ -54,8 +54,8 @@ def test_calls_of_a_known_mask_make_nothing(launched, monkeypatch):
 
 def test_another_mask_takes_a_copy_of_the_calls(launched, monkeypatch):
     step(MASKS[0])
-    monkeypatch.setattr(forward_steps, "forward_step", lambda *_: pytest.fail("made again"))
-    monkeypatch.setattr(backward_steps, "backward_steps", lambda *_, **__: pytest.fail("made again"))
+    monkeypatch.setattr(forward_steps, "forward_steps", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(backward_steps.BackwardSteps, "steps", lambda _: pytest.fail("made again"))
     step(MASKS[1])
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_magi.backends.sm90.plan import Tiling, make_host_plan
 from megatron_magi.backends.sm90.schedule import best_splits
 from megatron_magi.backends.tiles import costs as tile_costs
-from megatron_magi.backends.tiles import cpp_tiles
+from megatron_magi.backends.tiles import cpp_tiles, tiles
 from megatron_magi.backends.tiles.tile_starts import _segment_columns
 from megatron_magi.backends.tiles.tiles import (
     EVERYTHING,
@@ -183,6 +183,22 @@ def test_tiles_of_stages_are_those_of_the_planner_in_python(lengths, kind, num_r
         if rows:
             bands = transpose(bands) if backward else bands
             assert_planned_alike(bands, rows, *shape, align=UNIT if backward else 1, hide_tail=backward, parts=1)
+
+
+@built
+@settings(max_examples=100)
+@given(data=st.data(), num_rows=st.integers(1, 900), num_columns=st.integers(1, 900))
+def test_tiles_of_any_mask_are_ordered_as_in_python(data, num_rows, num_columns):
+    bands = data.draw(disjoint_bands(num_rows, num_columns))
+    plan = plan_tiles(bands, num_rows, 64, data.draw(st.sampled_from([8, 64, 128])))
+    assert cpp_tiles.drift(plan) == tiles.drift(plan)
+    first = data.draw(st.integers(0, num_columns))
+    arriving = first, num_columns - first, data.draw(st.integers(0, 20)), data.draw(st.integers(0, 60))
+    ours, theirs = cpp_tiles.local_first(plan, *arriving), tiles.local_first(plan, *arriving)
+    np.testing.assert_array_equal(ours.tiles, theirs.tiles)
+    np.testing.assert_array_equal(ours.costs, theirs.costs)
+    tight = bd.tighten(bands)
+    assert cpp_tiles.runs_and_area(tight) == (len(np.unique(tight[:, bd.Q0])), bd.areas(tight).sum())
 
 
 @built

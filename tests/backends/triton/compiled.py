@@ -13,8 +13,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_magi.backends.triton import kernels, sparse, sparse_kernels
-from megatron_magi.backends.triton.tuning import Kernel, Sizes, kind_of_capability, padded, sizes
+from megatron_magi.backends.triton import kernels, latent_kernels, sparse, sparse_kernels
+from megatron_magi.backends.triton.tuning import Kernel, Sizes, kind_of_capability, latent_sizes, padded, sizes
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _FUNCTIONS = {
@@ -71,6 +71,35 @@ def sparse_usage(
     return _usage(getattr(sparse_kernels, f"sparse_{kernel}_kernel"), constants, capability, dtype, found)
 
 
+def latent_usage(
+    kernel: Kernel, capability: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, group: int, stores: bool
+) -> Usage:
+    """Compiles a kernel of attention over lists of latent keys, with all options.
+
+    Args:
+        dims: head dims of q and k, and of v.
+        group: query heads of a key head.
+        stores: parts of the gradient of keys are stored, not added.
+    """
+    found = latent_sizes(kernel, kind_of_capability(capability), dtype.itemsize, group)
+    constants = {
+        "GROUP": group, "DV": dims[1], "DR": dims[0] - dims[1], "PAD_V": padded(dims[1]),
+        "PAD_R": padded(max(1, dims[0] - dims[1])), "ROWS": found.rows, "PARTS": -(-group // found.rows),
+        "COLUMNS": found.columns, "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "HAS_SINK": True,
+        "KEEPS_MAX": True, "STORES": stores,
+    }  # fmt: skip
+    return _usage(getattr(latent_kernels, f"latent_{kernel}_kernel"), constants, capability, dtype, found)
+
+
+def latent_helpers_usage(capability: tuple[int, int]) -> list[Usage]:
+    """Compiles the kernels of row sums, and of sums of parts, of heads of MLA."""
+    delta = {"DV": 512, "PAD_V": 512, "ROWS": 16, "PARTS": 8}
+    return [
+        _usage(latent_kernels.latent_delta_kernel, delta, capability, torch.bfloat16, Sizes(16, 1, 4, 3)),
+        _usage(latent_kernels.latent_sum_kernel, {"D": 576, "PAD": 1024}, capability, torch.float32, Sizes(1, 1, 4, 3)),
+    ]
+
+
 def mask_usage(capability: tuple[int, int]) -> Usage:
     """Compiles the kernel that makes lists of a mask."""
     return _usage(
@@ -87,24 +116,24 @@ def _usage(
     for i, name in enumerate(names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name in ("q", "k", "v", "dout", "out", "dq", "dk", "dv"):
+        elif name in ("q", "k", "v", "kv", "dout", "out", "dq", "dk", "dv"):
             signature[name] = "*" + _TYPES[dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif name == "mask":
             signature[name] = "*i8"
-        elif name in ("lse", "row_max", "sink", "delta"):
+        elif name in ("lse", "row_max", "sink", "delta", "dkv", "parts"):
             signature[name] = "*fp32"
+        elif name in ("spans", "order") or (name == "bounds" and "order" in names):
+            signature[name] = "*i64"
+            attributes[(i,)] = [["tt.divisibility", 16]]
         elif name in ("tiles", "passes", "bounds", "entries", "counts"):
             signature[name] = "*i32"
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        elif name == "spans":
-            signature[name] = "*i64"
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif name in ("scale", "cap", "softmax_scale"):
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-            if name.split("_")[-1] in ("row", "head") and name.split("_")[0] in ("q", "k", "v", "dout", "out"):
+            if name.split("_")[-1] in ("row", "head") and name.split("_")[0] in ("q", "k", "v", "kv", "dout", "out"):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         function, signature, constexprs={(names.index(n),): v for n, v in constants.items() if n in names},

@@ -68,6 +68,24 @@ def test_kernels_over_lists_fit_every_gpu(capability, kernel):
         assert used.shared <= SHARED_BYTES["small"] and used.spilled <= 64, (dim, k_block, dtype, used)
 
 
+@pytest.mark.parametrize("kernel", get_args(Kernel))
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_kernels_over_lists_of_latent_keys_fit_every_gpu(capability, kernel):
+    from tests.backends.triton.compiled import latent_helpers_usage, latent_usage
+
+    room, half = SHARED_BYTES[kind_of_capability(capability)], torch.bfloat16
+    if kernel == "forward":
+        assert all(used.spilled == 0 for used in latent_helpers_usage(capability))
+    cases = [((576, 512), half, 128, False)]
+    if capability == (8, 6):
+        cases += [((192, 128), torch.float32, 128, False), ((512, 512), half, 16, True)]
+    if capability == (9, 0):
+        cases += [((576, 512), torch.float16, 64, True)]
+    for *case, stores in cases:
+        used = latent_usage(kernel, capability, *case, stores)
+        assert used.shared <= room and used.spilled <= 64, (case, used)
+
+
 def test_head_dims_are_filled_up_to_powers_of_two():
     assert [padded(n) for n in (1, 16, 17, 64, 65, 192, 256)] == [16, 16, 32, 64, 128, 256, 256]
     assert sizes("forward", "small", (192, 128), 2) == sizes("forward", "small", (256, 256), 2)

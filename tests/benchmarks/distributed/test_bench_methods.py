@@ -47,7 +47,7 @@ def test_every_way_holds_all_tokens_of_each_mask(ranks):
 def measured(rank: int, num_ranks: int) -> list[list]:
     del rank
     case = DISTRIBUTED["short_documents"](96 * num_ranks)
-    ways = ("magi", "ring", "double_ring", "magi_one_launch", "alone")
+    ways = ("magi", "ring", "double_ring", "magi_one_launch", "alone", "subgroups")
     return bench_methods.measure(case, Cluster(), torch.device("cpu"), ways, "torch")
 
 
@@ -65,8 +65,10 @@ def test_a_row_for_each_way_tells_its_times_or_why_there_are_none(ranks):
     assert found[0] == found[1]
     rows = [dict(zip(bench_methods.HEADER, row, strict=True)) for row in found[0]]
     assert [(r["mask"], r["tokens_a_gpu"], r["way"]) for r in rows] == [
-        ("short_documents", 96, way) for way in ("magi", "ring", "double_ring", "magi_one_launch", "alone")
+        ("short_documents", 96, way) for way in ("magi", "ring", "double_ring", "magi_one_launch", "alone", "subgroups")
     ]
+    *rows, subgroups = rows
+    assert float(subgroups["forward_ms"]) > 0 and "times the mean of the tokens" in subgroups["note"]
     some = [*rows[:2], *rows[3:]]
     assert all(float(r["forward_ms"]) > 0 and float(r["backward_ms"]) > 0 and not r["note"] for r in some)
     assert rows[2]["forward_ms"] == "" and "2 ranks" in rows[2]["note"]
@@ -78,6 +80,14 @@ def test_zigzag_is_left_out_where_it_is_the_default():
     with pytest.raises(Unsupported, match="likewise"):
         bench_methods.make_way("magi_zigzag", case, cluster, "torch")
     bench_methods.make_way("magi_zigzag", DISTRIBUTED["documents_8"](1 << 14), cluster, "torch")
+
+
+def test_groups_of_heads_travel_where_they_are_named():
+    cluster = SimpleNamespace(rank=0, num_ranks=2)
+    way = bench_methods.make_way("magi_contiguous_groups", DISTRIBUTED["causal"](1 << 14), cluster, "torch")
+    assert way.num_rows == 1 << 13 and "of the queries travel" in way.note
+    with pytest.raises(Unsupported, match="no query travels"):
+        bench_methods.make_way("magi_contiguous_groups", DISTRIBUTED["short_documents"](1 << 14), cluster, "torch")
 
 
 @pytest.mark.parametrize("degree", [1, 3])

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks._lib.provenance import write_csv
 from benchmarks._lib.results import find_results
+from benchmarks._lib.subgroup_steps import predict_subgroups, zigzag_documents
 from benchmarks.planning import simulate
 from megatron_magi.backends.sm90.cost import H100
 from megatron_magi.mask import builders
@@ -74,6 +75,31 @@ def test_each_mask_is_predicted_on_one_node_and_on_two(name):
         assert float(row["balance"]) >= 1
 
 
+def test_documents_over_subgroups_are_all_computed_once_and_one_document_is_zigzag():
+    lengths, total = (3000, 200, 700, 90, 510, 100), 4600
+    mask = builders.varlen(doc_lengths=lengths, causal=True)
+    found = predict_subgroups(lengths, 4, True, H100, simulate.OVERLAP)
+    assert (found.area.sum(), found.rows.sum()) == (mask.area, total)
+    # The longest is on all four ranks, the others are whole on one.
+    own = zigzag_documents(np.array([3000]), 4)
+    needed = simulate.simulate(builders.causal(3000), own, H100, simulate.OVERLAP)
+    assert found.received.tolist() == needed.counts.received.sum(axis=0).tolist()
+    assert found.step_us > needed.found.step_us
+    alone = predict_subgroups((4096,), 4, True, H100, simulate.OVERLAP)
+    zigzag = simulate.simulate(builders.causal(4096), simulate.zigzag(4096, 4), H100, simulate.OVERLAP)
+    assert alone.step_us == pytest.approx(zigzag.found.step_us) and alone.rows.tolist() == [1024] * 4
+
+
+def test_layouts_and_subgroups_are_lines_of_one_table():
+    documents, window = (
+        [dict(zip(simulate.LAYOUT_HEADER, line, strict=True)) for line in simulate.layout_rows(name, 4096, 8, H100)]
+        for name in ("documents", "window")
+    )
+    assert len(documents) == 6 and documents[-1]["layout"] == "subgroups"
+    assert all(float(line["most_rows"]) == 1 for line in documents[:-1]) and float(documents[-1]["most_rows"]) > 1
+    assert [line["layout"] for line in window] == [line["layout"] for line in documents[:-1]]
+
+
 def test_measurements_are_read_in_both_forms_and_compared(tmp_path):
     old = ["mask", "tokens", "ranks", "dispatch", "forward_ms", "backward_ms"]
     write_csv(tmp_path / "distributed_4gpu.csv", old, [["documents_8", 65536, 4, "zigzag", 11.0, 33.0]])
@@ -137,6 +163,7 @@ def test_the_default_dispatch_is_predicted_to_be_as_fast_as_given_layouts_or_fas
         assert list(found) == [
             "planned",
             *(at + how for at in (zigzag, contiguous) for how in ("", ", queries travel")),
+            "subgroups",
         ]
         steps, balance, queries = (
             {at: float(r[column]) for at, r in found.items()} for column in ("step_ms", "balance", "query_mib")

@@ -1,0 +1,93 @@
+"""Other implementations of attention over lists of latent keys that `bench_sparse` measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from benchmarks._lib.providers import Unavailable, import_one
+from benchmarks._lib.sparse_cases import LATENT_SCALE, Case
+
+Pass = Callable[[], Tensor]
+_TILELANG = "megatron.core.transformer.experimental_attention_variant.ops.sparse_mla"
+
+
+def _flash_mla_forward(case: Case, q: Tensor, kv: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """Out, largest logits and lse by FlashMLA's kernel for prefills.
+
+    Raises:
+        Unavailable: it is not installed, or its version has no such kernel.
+    """
+    module = import_one(("flash_mla",))
+    if not hasattr(module, "flash_mla_sparse_fwd"):
+        raise Unavailable("this version has no flash_mla_sparse_fwd; its sources have, at deepseek-ai/FlashMLA")
+    indices, dim_v = case.indices, case.dims[1]
+    return lambda: module.flash_mla_sparse_fwd(q, kv, indices, LATENT_SCALE, d_v=dim_v)
+
+
+def flash_mla(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, None]:
+    """FlashMLA, which has no backward.
+
+    Raises:
+        Unavailable: as `_flash_mla_forward`.
+    """
+    attend = _flash_mla_forward(case, q, kv)
+    return lambda: attend()[0], None
+
+
+def cudnn_dsa(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, Pass]:
+    """The cuDNN frontend's backward, after FlashMLA's forward: it has none of its own.
+
+    Raises:
+        Unavailable: either is not installed.
+    """
+    module = import_one(("cudnn",))
+    try:
+        attend_backward = module.DSA.sparse_attention_backward_wrapper
+    except (AttributeError, ImportError) as error:
+        raise Unavailable(f"cudnn: {error}; it needs nvidia-cudnn-frontend[cutedsl]") from error
+    attend = _flash_mla_forward(case, q, kv)
+    out, _, lse = attend()
+    dout, no_sink = torch.randn_like(out), torch.full((q.shape[1],), -torch.inf, device=q.device)
+    assert case.indices is not None
+    listed = case.indices[:, 0].contiguous()
+    lengths = torch.full((len(listed),), listed.shape[1], dtype=torch.int32, device=q.device)
+
+    def backward() -> Tensor:
+        return attend_backward(
+            q, kv[:, 0], out, dout, lse, no_sink, listed, softmax_scale=LATENT_SCALE, topk_length=lengths
+        )["dq"]
+
+    return lambda: attend()[0], backward
+
+
+def tilelang(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, Pass]:
+    """TileLang's example as megatron-core has it; its backward computes the forward once more.
+
+    Raises:
+        Unavailable: tilelang or megatron-core is not installed.
+    """
+    import_one(("tilelang",))
+    module: ModuleType = import_one((_TILELANG,))
+    if module.SparseMLA is None:
+        raise Unavailable("megatron-core does not find tilelang")
+    leaves = tuple(t.detach().requires_grad_() for t in (q, kv))
+
+    def attend() -> Tensor:
+        return module.SparseMLA.apply(*leaves, case.indices, LATENT_SCALE)[0]
+
+    out = attend()
+    dout = torch.randn_like(out)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend()
+
+    return forward, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
+
+
+LATENT_PEERS = {"flash_mla": flash_mla, "cudnn_dsa": cudnn_dsa, "tilelang": tilelang}
+"""By name: forward, and backward where there is one."""

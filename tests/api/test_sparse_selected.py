@@ -1,0 +1,396 @@
+"""Sparse attention under context parallelism that fetches what lists name: equal to one rank's, with fewer bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron_magi import api, block_sparse_attention, index_sparse_attention
+from megatron_magi.api import sparse_keys
+from megatron_magi.backends.costs import DEFAULT
+from megatron_magi.comm import dispatch as dispatch_module
+from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig
+from megatron_magi.cost_model import Rates
+from tests.api.test_sparse import of_rank
+
+HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 2, 8, 12
+NAMES = ("out", "lse", "max_logits", "dq", "dk", "dv", "dsink")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: lists, where tokens lie, and options.
+
+    Attributes:
+        form: ``keys``, ``mask``, ``lists`` or ``csr``.
+        layout: ``contiguous``, ``zigzag``, ``scattered``.
+        num_lists: 1 or the number of key heads.
+        share: of the keys, or blocks, that a list names.
+    """
+
+    form: str
+    total: int
+    q_block: int = 1
+    k_block: int = 64
+    causal: bool = False
+    layout: str = "scattered"
+    num_lists: int = HEADS_KV
+    share: float = 0.2
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def sizes(self) -> dict:
+        """Arguments of the attention over blocks."""
+        return {"q_block_size": self.q_block, "k_block_size": self.k_block, "causal": self.causal}
+
+
+def inputs(case: Case) -> list[torch.Tensor]:
+    """q, k, v, sink, dout of the whole sequence."""
+    generator = torch.Generator().manual_seed(case.seed)
+    n = case.total
+    shapes = (n, HEADS_Q, DIM), (n, HEADS_KV, DIM), (n, HEADS_KV, DIM_V), (1, HEADS_Q), (n, HEADS_Q, DIM_V)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(case.dtype) for shape in shapes]
+
+
+def lists_of(case: Case) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Lists of the whole sequence, some of them empty; with numbers of -1, and some twice, where the form has these."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    single = case.form == "keys"
+    rows, columns = (-(-case.total // size) for size in ((1, 1) if single else (case.q_block, case.k_block)))
+    mask = torch.rand(case.num_lists, rows, columns, generator=generator) < case.share
+    mask &= torch.rand(case.num_lists, rows, 1, generator=generator) < 0.9
+    if case.form == "mask":
+        return mask
+    if case.form == "csr":
+        offsets = torch.nn.functional.pad(mask.sum(-1).flatten().cumsum(0), (1, 0))
+        at = torch.arange(rows + 1) + rows * torch.arange(case.num_lists)[:, None]
+        return offsets[at], mask.nonzero()[:, 2]
+    width = max(1, int(mask.sum(-1).max()))
+    scores = torch.rand(mask.shape, generator=generator).masked_fill(~mask, -1)
+    found = scores.topk(width)
+    entries = found.indices.masked_fill(found.values < 0, -1)
+    twice = torch.rand(entries.shape, generator=generator) < 0.1
+    entries = torch.where(twice, entries[..., :1], entries)
+    return entries.transpose(0, 1).int() if single else entries
+
+
+def layout_of(case: Case, num_ranks: int) -> str | list[torch.Tensor]:
+    """Whole blocks of queries in any order on ranks of uneven lengths, the last one of four without any."""
+    if case.layout != "scattered":
+        return case.layout
+    rng = np.random.default_rng(case.seed)
+    last = -(-case.total // case.q_block) - 1
+    held: list[list[int]] = [[] for _ in range(num_ranks)]
+    for block in [*rng.permutation(last).tolist(), last]:  # the last one may be short
+        start = block * case.q_block
+        stay = (
+            held[block % min(2, num_ranks)]
+            if rng.random() < 0.5
+            else held[rng.integers(0, num_ranks - (num_ranks >= 4))]
+        )
+        stay += range(start, min(start + case.q_block, case.total))
+    short = next(rows for rows in held if case.total - 1 in rows)
+    assert short[-1] == case.total - 1
+    held[0] += [case.total, case.total + 1]
+    return [torch.tensor(rows, dtype=torch.int64) for rows in held]
+
+
+def whole(case: Case) -> list[torch.Tensor]:
+    """Results of one rank by the dense definition in fp64."""
+    q, k, v, sink, dout = (x.double().requires_grad_() for x in inputs(case))
+    options = {"sink": sink, "return_max_logits": True, "impl": "reference"}
+    if case.form == "keys":
+        out, meta = index_sparse_attention(q, k, v, lists_of(case), **options)
+    else:
+        out, meta = block_sparse_attention(q, k, v, lists_of(case), **case.sizes, **options)
+    grads = torch.autograd.grad(out, (q, k, v, sink), dout.detach())
+    return [out.detach(), meta.lse, meta.max_logits, *grads]
+
+
+def key_of(case: Case, num_ranks: int, rates: Rates | None = None, **attend) -> api.DistAttnRuntimeKey:
+    """The key of a case; its mask does not matter."""
+    bounds, group = [0, case.total], dist.group.WORLD if num_ranks > 1 else None
+    comm = CommConfig(dsink_all_reduce="sum")
+    config = MagiConfig(DispatchConfig(rates=rates), comm=comm, attend=AttendConfig(**attend))
+    return api.magi_attn_varlen_key(
+        bounds, bounds, cp_group_or_mesh=group, dist_attn_config=config, layout=layout_of(case, num_ranks)
+    )
+
+
+class Mine:
+    """A rank's part of a case."""
+
+    def __init__(self, case: Case, num_ranks: int, **options) -> None:
+        self.case, self.key = case, key_of(case, num_ranks, **options)
+        *qkv, self.sink, self.dout = inputs(case)
+        self.qkv = [api.dispatch(x, self.key).requires_grad_() for x in qkv]
+        self.sink.requires_grad_()
+        self.real = api.dispatch(torch.ones(case.total), self.key).bool()
+        positions = api.get_position_ids(self.key)[self.real]
+        self.lists = of_rank(lists_of(case), case.form, positions, case.q_block)
+        if case.form == "keys":
+            padding = torch.full((len(self.real) - len(positions), *self.lists.shape[1:]), 7, dtype=torch.int32)
+            self.lists = torch.cat([self.lists, padding])
+
+    def attend(self, **options) -> tuple[torch.Tensor, api.AttnForwardMeta]:
+        """The call."""
+        options = {"sink": self.sink, "return_max_logits": True, "fetch": "selected"} | options
+        if self.case.form == "keys":
+            return api.calc_index_sparse_attn(*self.qkv, self.lists, self.key, **options)
+        return api.calc_block_sparse_attn(*self.qkv, self.lists, self.key, **self.case.sizes, **options)
+
+    def grads(self, out: torch.Tensor) -> list[torch.Tensor]:
+        """Of q, k, v and the sink; those of padding rows are nobody's."""
+        dout = api.dispatch(self.dout, self.key, pad_value=5.0)
+        return list(torch.autograd.grad(out, (*self.qkv, self.sink), dout))
+
+    def results(self, **options) -> list[torch.Tensor]:
+        """Those of all ranks brought together, as `whole` has them."""
+        out, meta = self.attend(**options)
+        assert not out[~self.real].any() and meta.lse[~self.real].isneginf().all()
+        *grads, dsink = self.grads(out)
+        assert not any(grad[~self.real].any() for grad in grads)
+        rows = [api.undispatch(x.detach(), self.key) for x in (out, meta.lse, *grads)]
+        return [*rows[:2], meta.max_logits, *rows[2:], dsink]
+
+    def share(self) -> float:
+        """What the capacity has to hold."""
+        sizes = {} if self.case.form == "keys" else self.case.sizes
+        return api.selected_key_share(self.lists, self.key, num_heads_kv=HEADS_KV, **sizes)
+
+
+def check(case: Case, found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-12) -> None:
+    for name, x, y in zip(NAMES, found, expected, strict=True):
+        torch.testing.assert_close(
+            x.double(), y, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{case}: {name}: {text}"
+        )
+
+
+def check_all(todo: list[Case], found: list[list[tuple]]) -> None:
+    """What `run_cases` found on each rank."""
+    for at, case in enumerate(todo):
+        expected = whole(case)
+        for of_rank_found in found:
+            for results in of_rank_found[at]:
+                check(case, results, expected)
+
+
+def run_cases(rank: int, num_ranks: int, todo: list[Case]) -> list[tuple]:
+    found = []
+    for case in todo:
+        mine = Mine(case, num_ranks)
+        share = mine.share()
+        # As many rows as are needed are enough, and no other way is taken.
+        found.append((mine.results(), mine.results(capacity=max(share, 1e-9))))
+    return found
+
+
+@st.composite
+def drawn_cases(draw) -> Case:
+    form = draw(st.sampled_from(["keys", "mask", "lists", "csr"]))
+    return Case(
+        form,
+        draw(st.sampled_from([50, 97] if form == "keys" else [200, 333, 512])),
+        1 if form == "keys" else draw(st.sampled_from([8, 16, 40, 64])),
+        draw(st.sampled_from([64, 128])),
+        form != "keys" and draw(st.booleans()),
+        draw(st.sampled_from(["contiguous", "zigzag", "scattered"])) if form == "keys" else "scattered",
+        draw(st.sampled_from([1, HEADS_KV])),
+        draw(st.sampled_from([0.0, 0.02, 0.1, 0.4, 1.0])),
+        draw(st.integers(0, 1 << 16)),
+    )
+
+
+def check_drawn(num_ranks: int, ranks) -> None:
+    """Hypothesis draws lists of cases, the simplest first: ranks are started once a list."""
+
+    @settings(max_examples=2, phases=[Phase.generate], suppress_health_check=list(HealthCheck), deadline=None)
+    @given(todo=st.lists(drawn_cases(), min_size=8, max_size=8))
+    def drawn(todo: list[Case]) -> None:
+        check_all(todo, ranks(num_ranks, run_cases, todo))
+
+    drawn()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_any_lists_in_any_layout_give_what_one_rank_does(ranks, num_ranks: int) -> None:
+    check_drawn(num_ranks, ranks)
+
+
+def test_named_layouts_cut_blocks_of_keys(ranks) -> None:
+    """Shards of zigzag that begin and end inside blocks of keys, several of them in one block."""
+    todo = [
+        Case(form, total, 8, k_block, causal, layout, share=0.5, seed=total)
+        for form, total, k_block, causal, layout in (
+            ("lists", 288, 128, True, "zigzag"),
+            ("mask", 240, 64, True, "zigzag"),
+            ("csr", 336, 128, True, "contiguous"),
+            ("csr", 192, 128, False, "zigzag"),
+        )
+    ]
+    check_all(todo, ranks(3, run_cases, todo))
+
+
+class Bytes:
+    """Counts what a rank receives from others in collectives of keys and requests."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        exchange, gather = dist.all_to_all_single, dispatch_module.all_gather_single
+        scatter = dispatch_module.reduce_scatter_single
+
+        def exchanged(into, *args, **options):
+            self.count += into.nbytes
+            return exchange(into, *args, **options)
+
+        def gathered(into, out_of, **options):
+            self.count += into.nbytes - out_of.nbytes
+            return gather(into, out_of, **options)
+
+        def scattered(into, out_of, **options):
+            self.count += out_of.nbytes - into.nbytes
+            return scatter(into, out_of, **options)
+
+        monkeypatch.setattr(dist, "all_to_all_single", exchanged)
+        monkeypatch.setattr(dispatch_module, "all_gather_single", gathered)
+        monkeypatch.setattr(dispatch_module, "reduce_scatter_single", scattered)
+
+    def taken(self) -> int:
+        """Since the last time."""
+        count, self.count = self.count, 0
+        return count
+
+
+NEAR = Case("lists", 1024, 64, 64, layout="contiguous", num_lists=1)
+"""Blocks of queries see their own and the one before."""
+
+
+def near_lists(mine: Mine) -> torch.Tensor:
+    blocks = api.get_position_ids(mine.key)[::64] // 64
+    return torch.stack([blocks, blocks - 1], -1)[None]
+
+
+def run_bytes(rank: int, num_ranks: int) -> dict:
+    found, mine = {}, Mine(NEAR, num_ranks, rates=replace(DEFAULT, gbytes_per_s=0.01))
+    mine.lists = near_lists(mine)
+    with pytest.MonkeyPatch.context() as patch:
+        counter = Bytes(patch)
+        for name, options in {
+            "all": {"fetch": "all"}, "selected": {"capacity": 0.25}, "bound": {},
+            "auto": {"fetch": "auto"}, "auto bounded": {"fetch": "auto", "capacity": 0.25},
+        }.items():  # fmt: skip
+            out, _ = mine.attend(**options)
+            forward = counter.taken()
+            mine.grads(out)
+            found[name] = forward, counter.taken()
+    return found | {"share": mine.share()}
+
+
+def test_fewer_bytes_move_for_sparse_lists(ranks) -> None:
+    row, keys = HEADS_KV * (DIM + DIM_V) * 8, 256  # of a rank
+    everything = 3 * keys * row
+    for found in ranks(4, run_bytes):
+        assert found["all"] == found["auto"] == (everything, everything)
+        # A quarter of the keys of each other rank, and for each key a bit, and how many are selected.
+        assert found["selected"] == found["auto bounded"] == (everything // 4 + 3 * (keys // 8 + 4), everything // 4)
+        # Without a capacity as many as four blocks of queries can name, which is all.
+        assert found["bound"] == (everything + 3 * keys // 8, everything)
+        assert found["share"] == 64 / 256
+
+
+def run_overflows(rank: int, num_ranks: int, case: Case) -> dict:
+    mine = Mine(case, num_ranks)
+    found: dict = {"expected": mine.results(fetch="all")}
+    needed = mine.share()
+    enough = mine.results(capacity=needed)
+    check(case, enough, [x.double() for x in found["expected"]])
+    less = needed - 1 / (case.total // num_ranks)
+    with pytest.raises(RuntimeError) as caught:
+        mine.attend(capacity=less)
+    found["text"] = str(caught.value)
+    check(case, mine.results(capacity=less, on_overflow="gather"), [x.double() for x in found["expected"]])
+    # Where the host does not read the number: as on GPUs.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_keys, "_host_reads", lambda device: False)
+        out, meta = mine.attend(capacity=less)
+        grads = mine.grads(out)
+        found["nan"] = [bool(x.isnan().all()) for x in (out, meta.lse, *grads[:1])]
+        with pytest.raises(RuntimeError) as caught:
+            mine.attend(capacity=less)
+        found["later"] = str(caught.value)
+        check(case, mine.results(capacity=needed), [x.double() for x in found["expected"]])
+    return {name: value for name, value in found.items() if name != "expected"} | {"share": needed}
+
+
+@pytest.mark.parametrize("form", ["keys", "lists"])
+def test_lists_that_name_more_keys_than_the_capacity_are_told_to_all_ranks(ranks, form: str) -> None:
+    case = Case(form, 384, 64 if form == "lists" else 1, 64, layout="contiguous", share=0.01 if form == "keys" else 0.4)
+    found = ranks(3, run_overflows, case)
+    assert all(x == found[0] for x in found)
+    needed = round(found[0]["share"] * 128)
+    assert 0 < needed < 128 or form == "lists"
+    assert found[0]["text"].startswith(f"capacity: lists of a rank name {needed} keys of another, the capacity is")
+    assert found[0]["nan"] == [True] * 3
+    assert found[0]["later"].startswith(
+        f"in an earlier call, whose results are NaN: capacity: lists of a rank name {needed}"
+    )
+
+
+def run_twice(rank: int, num_ranks: int, cases: list[Case]) -> list[list[list[torch.Tensor]]]:
+    return [
+        [Mine(case, num_ranks, deterministic=True).results(**options) for options in ({}, {}, {"fetch": "all"})]
+        for case in cases
+    ]
+
+
+def test_results_repeat_bit_by_bit_and_are_as_exact_as_with_all_keys(ranks) -> None:
+    cases = [
+        Case("keys", 96, share=0.3, num_lists=1, dtype=torch.bfloat16),
+        Case("csr", 320, 16, 64, True, share=0.5, dtype=torch.bfloat16),
+    ]
+    found = ranks(4, run_twice, cases)
+    for at, case in enumerate(cases):
+        first, second, gathered = found[0][at]
+        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), case
+        for name, x, y, exact in zip(NAMES, first, gathered, whole(case), strict=True):
+            error, of_all = ((z.double() - exact).norm() for z in (x, y))
+            assert error <= 1.05 * of_all + 1e-6, (case, name, error, of_all)
+
+
+def run_differing(rank: int, num_ranks: int) -> list[str]:
+    mine, found = Mine(NEAR, num_ranks), []
+    for options in ({"capacity": 0.25 if rank else 0.5}, {"fetch": "all" if rank else "selected"}):
+        with pytest.raises(RuntimeError) as caught:
+            mine.attend(**options)
+        found.append(str(caught.value))
+    return found
+
+
+def test_ranks_that_differ_get_one_message(ranks) -> None:
+    found = ranks(2, run_differing)
+    assert found[0] == found[1]
+    assert "capacity" in found[0][0] and "operation" in found[0][1], found[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fetch": "some"}, "fetch: expected one of auto, all, selected, got 'some'"),
+        ({"capacity": 0}, "capacity: expected a share of a rank's keys"),
+        ({"capacity": 1.5}, "capacity: expected a share of a rank's keys"),
+        ({"capacity": True}, "capacity: expected a share of a rank's keys"),
+        ({"capacity": math.nan}, "capacity: expected a share of a rank's keys"),
+        ({"on_overflow": "wait"}, "on_overflow: expected one of raise, gather, got 'wait'"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Mine(replace(NEAR, total=128), 1).attend(**options)
