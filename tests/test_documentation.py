@@ -178,6 +178,26 @@ def test_reports_of_wrong_numbers_name_tests_that_are_there():
     assert missing == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
+def test_a_page_says_first_for_whom_it_is(page):
+    title, empty, first = (ROOT / page).read_text().splitlines()[:3]
+    assert title.startswith("# ") and empty == ""
+    assert first.startswith(("For those ", "For contributors", "For engineers"))
+
+
+MOST_WORDS_OF_A_SENTENCE = 60
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/kernel_log.md"])
+def test_no_sentence_is_too_long(page):
+    """Without code and tables. The log of experiments lists figures."""
+    text = re.sub(r"```.*?```|^(?:    |\|).*?$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    paragraphs = re.split(r"\n\s*\n|\n(?=- |\d+\. |#)", text)
+    sentences = [s for p in paragraphs for s in re.split(r"(?<=[.:!?])\**\)?\s+(?=[A-Z`*\[(])", " ".join(p.split()))]
+    assert [s for s in sentences if len(re.findall(r"\S*\w\S*", s)) > MOST_WORDS_OF_A_SENTENCE] == []
+
+
 MOST_WORDS, MOST_FIGURES = 900, 40
 
 
