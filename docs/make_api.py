@@ -14,6 +14,8 @@ import megatron_magi
 ROOT = Path(megatron_magi.__file__).resolve().parents[1]
 HEAD = """# API
 
+For those who write their own training loop and look up a function.
+
 The public functions and classes, each linked to its source. Docstrings have all arguments, shapes, dtypes and errors:
 `help(megatron_magi.api.calc_attn)`. Further names, for code written for MagiAttention, are in
 [migration](migration.md#names-that-are-here); the fields of `MagiConfig` are in

@@ -12,6 +12,8 @@ NUM_HEADS, HEAD_DIM = 32, 128
 
 HEAD = """# Masks
 
+For those who choose a mask or write one.
+
 All mask builders, with a picture, the code and the cost of each. The code needs
 `from megatron_magi.mask import AttnMask, MaskType, builders`. (This page is made by `python docs/make_masks.py`.)
 

@@ -45,6 +45,8 @@ def environment_page() -> str:
     lines = [
         "# Environment variables",
         "",
+        "For those who set up runs, and look up a variable.",
+        "",
         "`python -m megatron_magi env` shows current values. A malformed value, or one for a feature that is not there",
         "yet, is an error that names the variable. Variables that set *nothing* are accepted for launch scripts of",
         "MagiAttention, and have no effect. (This page is made by",

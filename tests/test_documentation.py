@@ -178,6 +178,70 @@ def test_reports_of_wrong_numbers_name_tests_that_are_there():
     assert missing == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
+def test_a_page_says_first_for_whom_it_is(page):
+    title, empty, first = (ROOT / page).read_text().splitlines()[:3]
+    assert title.startswith("# ") and empty == ""
+    assert first.startswith(("For those ", "For contributors", "For engineers"))
+
+
+MOST_WORDS_OF_A_SENTENCE = 60
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/kernel_log.md"])
+def test_no_sentence_is_too_long(page):
+    """Without code and tables. The log of experiments lists figures."""
+    text = re.sub(r"```.*?```|^(?:    |\|).*?$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    paragraphs = re.split(r"\n\s*\n|\n(?=- |\d+\. |#)", text)
+    sentences = [s for p in paragraphs for s in re.split(r"(?<=[.:!?])\**\)?\s+(?=[A-Z`*\[(])", " ".join(p.split()))]
+    assert [s for s in sentences if len(re.findall(r"\S*\w\S*", s)) > MOST_WORDS_OF_A_SENTENCE] == []
+
+
+MOST_WORDS, MOST_FIGURES = 900, 40
+
+
+def test_the_readme_is_read_in_a_minute():
+    """Words as they are shown; figures stand alone, unlike those in names such as H100, bf16 and 32k."""
+    text = re.sub(r"\]\([^)]*\)", "]", (ROOT / "README.md").read_text())
+    assert len([word for word in text.split() if re.search(r"\w", word)]) <= MOST_WORDS
+    prose = re.sub(r"```.*?```|^    \S.*?$|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    figures = re.findall(r"(?<![\w.,])\d[\d.,]*(?:e-?\d+)?(?!\w)", prose)
+    assert len(figures) <= MOST_FIGURES, figures
+
+
+def test_versions_of_the_readmes_table_are_those_that_tests_install():
+    (table,) = re.findall(r"^## What it runs with$(.*?)(?=^## )", (ROOT / "README.md").read_text(), re.DOTALL | re.M)
+    rows = dict(re.findall(r"^\| (\S[^|]*?) \| (.*) \|$", table, re.MULTILINE))
+    locked = dict(re.findall(r'name = "(\S+)"\nversion = "(\S+)"', (ROOT / "uv.lock").read_text()))
+    assert {f"{name} {'.'.join(locked[name].split('.')[:2])}" for name in ("transformers", "accelerate")} == {
+        part for row in rows if row.startswith("transformers") for part in row.split(", ")
+    }
+    frameworks = {"TRL": "trl", "verl": "verl", "NeMo Automodel": "automodel", "Megatron Bridge": "megatron_bridge"}
+    for name, file in frameworks.items():
+        first = (ROOT / f"tests/frameworks/{file}.txt").read_text().split()[0]
+        assert f"{name} {first.split('==')[1]}" in rows
+    (versions,) = (row for row in rows if row.startswith("megatron-core"))
+    measured = {path.stem for path in (ROOT / "benchmarks/results/megatron").glob("0.*.json")}
+    assert set(re.findall(r"\d[\d.]+\d", versions)) == measured
+    assert all("](" in cells for row, cells in rows.items() if "✓" in cells)
+
+
+def test_the_readmes_picture_is_drawn(tmp_path, monkeypatch):
+    """Zigzag is uneven and sends more than what is needed; the file is that of its script up to matplotlib."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install megatron_magi[demo]")
+    script = script_of_documents("make_pictures")
+    (_, theirs, their_rows), (_, ours, our_rows) = script.idea()
+    assert theirs.stats().balance > 1.2 and ours.stats().balance < 1.05
+    assert max(our_rows) < min(their_rows)
+    assert our_rows == ours.stats().lower_bound_rows
+    monkeypatch.setattr("sys.argv", ["make_pictures.py", str(tmp_path)])
+    script.main()
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {"idea.png", "dispatch.png", "tiles.png", "timeline.png"}
+    assert all((ROOT / "docs/images" / name).exists() for name in drawn)
+
+
 def test_the_map_of_the_readme_names_what_exists():
     (table,) = re.findall(
         r"^## Where things are$(.*?)(?=^## )", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.M

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig
 from megatron_magi.mask import builders
+from megatron_magi.mask.dense import dense_mask
 from megatron_magi.plan import make_plan
 from tests.attention import cases as cs
 from tests.attention.test_distributed import gather, run_case
@@ -32,6 +34,9 @@ def test_documents_of_any_length_are_exact_and_repeat_bit_for_bit_whatever_paddi
     results = ranks(num_ranks, run_twice, todo)
     assert any(n % (2 * num_ranks) for lengths in LENGTHS.values() for n in lengths)
     for i, (name, case) in enumerate(zip(LENGTHS, todo, strict=True)):
+        document = np.repeat(np.arange(len(LENGTHS[name])), LENGTHS[name])
+        visible = np.tril(document[:, None] == document)
+        assert np.array_equal(dense_mask(case.mask), visible), name
         first, second = (gather(case, [of_rank[i][turn] for of_rank in results]) for turn in range(2))
         for part, value in cs.dense_attention(case, cs.inputs(case)).items():
             torch.testing.assert_close(

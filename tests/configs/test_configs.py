@@ -43,9 +43,9 @@ def parts_of_name(path: Path) -> tuple[str, int, int]:
     return model, int(length) * (1024 if is_kilo else 1), int(nodes or 1) * int(devices)
 
 
-def readme_command() -> list[str]:
-    """Arguments of the first training command under "With Megatron"."""
-    section = (ROOT / "README.md").read_text().split("## With Megatron")[1]
+def documented_command() -> list[str]:
+    """Arguments of the training command under "A large run"."""
+    section = (ROOT / "docs/megatron.md").read_text().split("## A large run")[1]
     command = re.search(r"torchrun --nproc-per-node 8 pretrain_scripts/pretrain_gpt.py(( .*\\\n)+.*)", section)[1]
     return shlex.split(command.replace("\\\n", " "))
 
@@ -59,9 +59,9 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
         magi = ["--attention-backend", "magi", "--context-parallel-size", str(ranks)]
         runs |= {f"{name}_stock": [ranks, stock], f"{name}_magi": [ranks, [*stock, *magi]]}
     # `fake_world` unsets flags, which needs a configuration file.
-    nothing = tmp_path_factory.mktemp("readme") / "nothing.yaml"
+    nothing = tmp_path_factory.mktemp("documented") / "nothing.yaml"
     nothing.write_text("num-workers: 2\n")
-    runs["readme"] = [8, ["--config", str(nothing), *readme_command(), "--padded-vocab-size", "32000"]]
+    runs["documented"] = [8, ["--config", str(nothing), *documented_command(), "--padded-vocab-size", "32000"]]
     command = [sys.executable, "-m", "tests.configs.fake_world", json.dumps(list(runs.values()))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -73,8 +73,8 @@ def path(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
-def test_the_command_of_the_readme_is_valid(described: dict) -> None:
-    found = described["readme"]
+def test_the_command_of_the_page_of_megatron_is_valid(described: dict) -> None:
+    found = described["documented"]
     assert (found["magi"], found["seq_length"], found["world_size"]) == (True, 131072, 8)
 
 
