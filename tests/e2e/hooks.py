@@ -275,7 +275,8 @@ def count_planning(workdir: Path) -> None:
 
         setattr(owner, name, call)
 
-    for owner, names in ((plan, ("assign_chunks", "split_stages")), (hashlib, ("sha256", "blake2b")), (zlib, ("crc32",))):
+    hashes = (hashlib, ("sha256", "blake2b")), (zlib, ("crc32",))
+    for owner, names in ((plan, ("assign_chunks", "split_stages")), *hashes):
         for name in names:
             counted(owner, name)
 
