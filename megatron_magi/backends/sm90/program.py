@@ -461,10 +461,11 @@ class LaunchProgram:
     ) -> BoundLaunches | None:
         """As `_make_forward`; with ``out`` of a pass over all keys, without it of a stage."""
         inputs, grads = self._with_keys(inputs, "k", "v"), self._with_keys(grads, "dk", "dv")
-        rows, (q, k, v, _, lse, _), (_, dk, dv, *_) = [t.with_rows(self.num_keys) for t in rows], inputs, grads
+        rows = [t.with_rows(self.num_keys) for t in rows]
+        (q, k, v, _, lse, _), (_, dk, dv, *_) = inputs, grads
         numbers = _later_numbers(self.num_recv, {"later.k": k, "later.v": v, "later.dk": dk, "later.dv": dv})
         mover, arriving = self._get_step(rows, stream)
-        slots, returning, read, kernels, form = ("scratch", "dk", "dv"), None, None, None, None
+        slots, returning = ("scratch", "dk", "dv"), None
         if self.remote is not None:
             if mover is None:
                 return None
@@ -475,6 +476,7 @@ class LaunchProgram:
         moving = [] if arriving is None else [arriving.step]
         for step in (*moving, *home):
             numbers |= step.brings
+        read = form = kernels = None
         if q.shape[0]:
             read = self._backward_tables(q, k, v, None if out is not None else grads, options, stream)
             form = read.form
