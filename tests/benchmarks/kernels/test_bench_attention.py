@@ -149,7 +149,7 @@ def test_a_wrong_tensor_is_named(which, name):
 def test_flex_attention_computes_the_mask(monkeypatch):
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr("benchmarks._lib.providers._compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr("benchmarks._lib.providers.compiled_flex", lambda: flex_attention)
     problem = make_problem(MASKS["prefix_tree"](1024), SMALL, torch.float32, "cpu")
     provider = Flex(problem)
     provider._out = provider._attend(*(t.detach() for t in provider._leaves))  # CPUs have no backward of it
