@@ -151,13 +151,14 @@ def test_tables_of_prepared_batches_are_for_the_heads_of_a_group(monkeypatch) ->
     case = cs.Case(cs.documents([64]))
     plan, seen = plans_of(case, 2)[0].for_rank(0), []
     shape = AttnShape(4, 2, 128, 128, torch.bfloat16, num_sms=132)
-    make = type(shape.table_backend.tables).make
+    tables = shape.table_backend.tables
+    make = tables.make
 
-    def noted(self, masks, use):
+    def noted(masks, use):
         seen.append((use.num_heads, masks.num_rows))
-        return make(self, masks, use)
+        return make(masks, use)
 
-    monkeypatch.setattr(type(shape.table_backend.tables), "make", noted)
+    monkeypatch.setattr(tables, "make", noted)
     prepare_batch({0: plan}, shape, MagiConfig())
     assert seen == [((2, 1), plan.num_queries)] and plan.num_rows == 2 * 32
     with pytest.raises(ValueError, match=r"^shape: 4:1 heads, and plans for 2 groups of them"):
