@@ -12,7 +12,7 @@ from megatron_magi.attention import AttnShape
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import mtp
 from megatron_magi.mcore.batch import BatchDispatcher
-from megatron_magi.mcore.carrier import MagiSeqParams
+from megatron_magi.mcore.carrier import MagiSeqParams, ShardLayout
 from megatron_magi.mcore.model import MagiModelMixin
 from megatron_magi.mcore.mtp import process_mtp_loss, roll_tensor
 from megatron_magi.mcore.planner import Planner
@@ -70,7 +70,7 @@ def test_multi_token_prediction_counts_the_mask_that_it_is_given(
     monkeypatch.setattr(mtp.seams, "original", lambda target: lambda **kwargs: given.update(kwargs))
     monkeypatch.setattr(mtp.dist, "all_reduce", lambda x, group: x.mul_(2))  # two ranks with the same rows
     monkeypatch.setattr(mtp, "roll", lambda rows, successors, group: rows.roll(-1))
-    layout = SimpleNamespace(roll_keeps=torch.tensor([True] * 5 + [False]))
+    layout = ShardLayout(1, 6, torch.arange(6), torch.tensor([True] * 5 + [False]))
     params = MagiSeqParams(plans=SimpleNamespace(successors=lambda device: None), layout=layout)
     config = SimpleNamespace(calculate_per_token_loss=True, mtp_loss_scaling_factor=0.5)
     process_mtp_loss(
