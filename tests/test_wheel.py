@@ -220,7 +220,7 @@ def test_a_release_is_a_source_distribution_and_a_wheel_for_any_python(released)
     assert {f"megatron_magi/{name}" for name in kernels} <= names
     links = re.findall(r"\]\(([^)#]*)", metadata)
     assert "https://example.org/magi/blob/v1/docs/get_started.md" in links
-    assert "https://example.org/magi/raw/v1/benchmarks/results/current/attention_summary.png" in links
+    assert "https://example.org/magi/raw/v1/docs/images/idea.png" in links
     assert not [link for link in links if link and not link.startswith("https://")]
 
 

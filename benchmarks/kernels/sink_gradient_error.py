@@ -1,6 +1,6 @@
 """How far rounding the output to 16 bits moves the gradient of a sink, on a CPU.
 
-    python -m benchmarks.kernels.sink_gradient_error
+    python -m benchmarks.kernels.sink_gradient_error [--seeds N]
 
 A sink's gradient is a sum over rows of ``rowsum(dout * out)``. Compared with fp64 attention of the same rounded inputs:
 from the output in fp32, rounded; from the output in fp32; and dense attention in the 16-bit dtype by autograd. Errors
@@ -9,12 +9,13 @@ are in percent of the largest gradient of a head: median and maximum over seeds.
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 
 from megatron_magi.operands.merge import sink_gradient
 
 CASES = [(150, 1), (150, 8), (1024, 8)]
-SEEDS = range(12)
 
 
 def attend(
@@ -46,9 +47,12 @@ def errors(num_rows: int, heads: int, dtype: torch.dtype, seed: int) -> list[flo
 
 def main() -> None:
     """Prints a line for each dtype and shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=12, help="how many")
+    seeds = range(parser.parse_args().seeds)
     for dtype in (torch.bfloat16, torch.float16):
         for num_rows, heads in CASES:
-            found = torch.tensor([errors(num_rows, heads, dtype, seed) for seed in SEEDS])
+            found = torch.tensor([errors(num_rows, heads, dtype, seed) for seed in seeds])
             texts = (
                 f"{name} {median:.2g} ({most:.2g})"
                 for name, median, most in zip(
