@@ -93,8 +93,14 @@ def drawn_cases(draw) -> cs.Case:
 def check_drawn(start: Callable[[list[cs.Case]], list[list[list[dict]]]]) -> None:
     """`check` of drawn cases; ``start``: computes them on all ranks."""
 
-    # Hypothesis draws lists of cases: ranks are started once a list.
-    @settings(max_examples=1, phases=[Phase.generate], suppress_health_check=list(HealthCheck), deadline=None)
+    # Hypothesis draws lists of cases: ranks are started once a list. The first list is the simplest one.
+    @settings(
+        max_examples=2,
+        phases=[Phase.generate],
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
+    )
     @given(todo=st.lists(drawn_cases(), min_size=6, max_size=6))
     def drawn(todo: list[cs.Case]) -> None:
         check(todo, start(todo))
