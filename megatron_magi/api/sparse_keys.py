@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.api.runtime import KeyRuntime
-from megatron_magi.calibration import present_rates
+from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.checks import renamed
 from megatron_magi.comm.agreement import told
 from megatron_magi.comm.collective_checks import calls_of
@@ -115,7 +115,7 @@ def choose_way(
         dispatch.cp_size, dispatch.total_seqlen, longest, capacity, row_bytes, pattern.num_lists,
         _list_bytes(pattern, places.num_keys), pattern.k_block > 1,
     )  # fmt: skip
-    predicted = ways_us(shape, key.config.dispatch.rates or present_rates())
+    predicted = ways_us(shape, key.config.dispatch.rates or DEFAULT)  # not calibrated ones, which may differ
     return way if predicted.selected < predicted.all_keys else Way(False, 0, False)
 
 
@@ -233,6 +233,8 @@ def raise_overflow(runtime: KeyRuntime, key: DistAttnRuntimeKey, device: torch.d
         RuntimeError: they did not.
     """
     if runtime.group is None or _host_reads(device) or is_capturing(device):
+        return
+    if not key.config.comm.verify:  # ranks learn of it at different times, and would not hear of each other's error
         return
     most = watch_of(runtime.group, device).take()
     if most:

@@ -72,13 +72,13 @@ def describe_row(plan: RankPlan) -> Describe:
     """What a row of this rank's shard is: padding, computed elsewhere, visible in the whole mask, or hidden by it."""
 
     def describe(name: str, row: int) -> str:
-        rank = f", on rank {plan.cp_rank} of the group"
+        rank, of_copy = f", on rank {plan.cp_rank} of the group", row
         if plan.head_groups > 1:
-            group, at = divmod(row, plan.num_rows // plan.head_groups)
-            rank = f", in row {at} of group {group} of heads{rank}"
+            group, of_copy = divmod(row, plan.num_rows // plan.head_groups)
+            rank = f", in row {of_copy} of group {group} of heads{rank}"
         if name == "sink":
             return rank.removeprefix(", ")
-        if row >= plan.num_tokens:
+        if of_copy >= plan.num_tokens:
             return f"it is padding{rank}"
         if name in ("k", "v"):
             sent = any((transfer.send_index == row).any() for transfer in plan.transfers)

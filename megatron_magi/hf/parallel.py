@@ -60,8 +60,7 @@ def context_parallel(
             another way (Mamba, indexed attention that `hf.indexed` does not know), has one output for a sequence, or
             computes another loss than that of a causal language model. In forward: as `shard_batch`, except that
             images, videos and audio are embedded by the model if it gives its language model nothing but embeddings
-            and positions; no labels in training or
-            with ``num_items_in_batch``.
+            and positions; no labels in training or with ``num_items_in_batch``.
     """
     group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
     if group is None or group.size() == 1:

@@ -24,6 +24,10 @@ class PlannedBatch:
     def __init__(self, plans: dict[Hashable, Plan], prepared: PreparedBatch, cp_rank: int) -> None:
         self._plans, self._prepared, self._cp_rank = plans, prepared, cp_rank
 
+    def to(self, *_device: object, **_options: object) -> PlannedBatch:
+        """Itself, as loops that move all of a batch call it; `at_hand` copies to the device."""
+        return self
+
     def pin_memory(self) -> PlannedBatch:
         """Called by data loaders that pin what workers send."""
         return PlannedBatch(self._plans, self._prepared.pin_memory(), self._cp_rank)

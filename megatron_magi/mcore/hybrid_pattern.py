@@ -26,7 +26,7 @@ _MAMBA_EXPANSION = 2
 
 
 def check(pattern: str | None, name: str = "hybrid_layer_pattern") -> None:
-    """Refuses patterns with layers that `--attention-backend magi` does not know of older Megatrons.
+    """Refuses patterns with layers that need megatron-core 0.19 or later, where an older one is installed.
 
     Args:
         pattern: as ``--hybrid-layer-pattern`` takes it; None has no layers.
@@ -74,6 +74,11 @@ def check_sparse_options(options: Any) -> None:
         value = getattr(options, name, allowed)
         if getattr(value, "name", value) != allowed:
             raise ValueError(f"{name}: got {value}, but {advice}")
+    every, num_predicting = (getattr(options, name, 0) or 0 for name in ("dsa_indexer_topk_freq", "mtp_num_layers"))
+    if every > 1 and num_predicting:  # whose layers are numbered from 1 again: lists of others would be taken
+        raise ValueError(
+            f"dsa_indexer_topk_freq: got {every}, but layers of multi-token prediction choose keys anew; give 1"
+        )
 
 
 def check_sparse_layers(args: Namespace) -> None:

@@ -12,6 +12,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from megatron_magi.api import clear_cache, runtime
 from megatron_magi.hf import MagiParallelismConfig
+from megatron_magi.hf.planning_collator import PlannedBatch
 from megatron_magi.testing.spawn import run_ranks
 from tests.hf.models import make_model
 from tests.hf.test_loaders import QUIET
@@ -76,3 +77,8 @@ def test_losses_are_those_without_workers_and_nothing_is_planned_twice(results, 
         assert num_plans >= 8 and len(in_step) == 7
         for case in [(kind, 2), *([(kind, 2, True)] if kind == "packed" else [])]:
             assert found[case] == (in_step, 0)
+
+
+def test_a_loop_that_moves_all_of_a_batch_moves_plans_too() -> None:
+    planned = PlannedBatch({}, None, 0)
+    assert planned.to("cpu", non_blocking=True) is planned

@@ -85,6 +85,7 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         (["--enable-cuda-graph"], "cuda_graph_modules"),
         ([*SPARSE, "--softmax-type", "learnable"], "softmax_type"),
         ([*SPARSE, "--window-size", "16,0"], "window_size"),
+        ([*SPARSE, "--dsa-indexer-topk-freq", "2", "--mtp-num-layers", "1"], "dsa_indexer_topk_freq"),
         ([*SPARSE, "--dsa-kernel-backend", "cudnn"], "dsa_kernel_backend"),
         ([*SPARSE, "--micro-batch-size", "2"], "micro_batch_size"),
         ([*SPARSE, "--tensor-model-parallel-size", "2"], "sequence_parallel"),
