@@ -192,8 +192,9 @@ def step_times(runs: Sequence[Run]) -> tuple[list[str], list[list[Any]]]:
 
 
 def _times_best(run: Run, runs: Sequence[Run]) -> str:
-    """For magi: the best of TE's medians over its own."""
+    """For magi: the best of TE's medians, of its ways that ran the same mask, over its own."""
     same = [r for r in runs if (r.mask, r.tokens_per_gpu) == (run.mask, run.tokens_per_gpu) and r.is_te]
+    same = [r for r in same if r.ran == run.ran]
     peers = [statistics.median(_timed_steps(r)) for r in same if _timed_steps(r)]
     if run.is_te or not peers:
         return ""
@@ -411,12 +412,10 @@ def main() -> None:
         "--after", type=Path, help="begin when this file exists, all imports done: for a launch in a row"
     )
     parser.add_argument(
-        "--draw", type=Path, nargs="+", metavar=("CSV PNG", "STEPS"), help="only draw a table, and what ran few steps"
+        "--draw", type=Path, nargs=2, metavar=("CSV", "PNG"), help="only draw a table that was measured before"
     )
     options = parser.parse_args()
     if options.draw:
-        if len(options.draw) not in (2, 3):
-            parser.error(f"argument --draw: expected two or three files, got {len(options.draw)}")
         draw(*options.draw)
         return
     options.out = options.out.resolve()

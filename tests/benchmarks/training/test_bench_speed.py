@@ -41,6 +41,13 @@ def test_magi_is_compared_with_the_best_of_tes_ways_for_the_same_mask_and_length
     assert table["causal", 4096, "te_a2a"][-1] == ""
 
 
+def test_what_ran_another_mask_is_not_compared() -> None:
+    runs = [run("window_sink", "te_p2p", 10.0), run("window_sink", "te_a2a", 30.0), run("window_sink", "magi", 20.0)]
+    table = {row[2]: row for row in bench.figures(runs)}
+    assert table["magi"][-1] == "1.500"
+    assert bench.figures([runs[0], runs[2]])[0][-1] == ""
+
+
 def test_captured_steps_are_compared_with_te_too_and_no_way_of_te() -> None:
     runs = [run("causal", "te_p2p", 30.0), run("causal", "magi", 20.0), run("causal", "magi_graph", 15.0)]
     table = {row[2]: row for row in bench.figures(runs)}
