@@ -60,7 +60,7 @@ class TeP2P(Baseline):
             starts = torch.from_numpy(self._bounds).to(q.device, torch.int32)
             longest = int(np.diff(self._bounds).max())
             names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-            self._lengths = {name: starts for name in names} | {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+            self._lengths = dict.fromkeys(names, starts) | {"max_seqlen_q": longest, "max_seqlen_kv": longest}
         window = self._case.window
         return DotProductAttention(
             q.shape[1],
