@@ -182,6 +182,43 @@ def test_distributed_rates_are_those_of_the_results():
         assert stated and all(list(pair) == span for pair in stated), page
 
 
+def test_times_of_given_layouts_are_those_of_the_results():
+    took = {
+        (r["mask"], int(r["tokens_a_gpu"]), r["way"]): both_passes(r)
+        for r in rows("layouts_2gpu.csv")
+        if r["forward_ms"]
+    }
+    names = DISTRIBUTED | {"documents of 64 to 640 tokens": "short_documents"}
+    _, *lines = table("docs/performance_planning.md", "mask, tokens a GPU | planned | zigzag")
+    assert len(lines) == 2 * len(DISTRIBUTED)
+    travels, homes, of_te = [], [], []
+    for label, planned, *cells in lines:
+        name, length = label.rsplit(", ", 1)
+        ways = {way: ms for (mask, n, way), ms in took.items() if (mask, n) == (names[name], LENGTHS[length])}
+        assert planned == _ms(ways["magi"]), label
+        for layout, cell in zip(("magi_zigzag", "magi_contiguous"), cells[:2], strict=True):
+            home, travel = ways.get(layout), ways.get(f"{layout}_travel")
+            if home is None:
+                assert cell == "as planned", label
+                continue
+            ratio = f"({(travel or home) / ways['magi']:.2f})"
+            assert cell == ", ".join(map(_ms, filter(None, (home, travel)))) + f" {ratio}", label
+            homes.append(home / ways["magi"])
+            travels += [travel / ways["magi"]] if travel else []
+            if travel:
+                of_te += [ways[way] / travel for way in ("te_p2p", "te_all_gather")]
+        for way, cell in zip(("te_p2p", "te_all_gather"), cells[2:], strict=True):
+            assert cell == (_ms(ways[way]) if way in ways else "(no such mask)"), label
+    text = " ".join((ROOT / "docs/performance_planning.md").read_text().split())
+    assert f"layouts take {min(travels):.2f} to {max(travels):.2f} times as long as the planner's own" in text
+    assert f"computed at home up to {max(homes):.2f} times" in text
+    assert f"take {min(of_te):.2f} to {max(of_te):.2f} times as long as these on the same masks" in text
+
+
+def _ms(value):
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}"
+
+
 def test_added_time_of_one_launch_is_that_of_the_results():
     names = {"64 documents": "64", "64 to 1,024 tokens each": "short", "window of 1,024": "window"}
     names["one causal document"] = "causal"
