@@ -26,8 +26,8 @@ _WIDE = (
 )  # fmt: skip
 _OF_DTYPE = ("HEAD_DIM=64", "DTYPE=Bf16")
 KERNELS = {
-    "forward": (hopper_kernels.forward_macros(torch.bfloat16, (64, 64), (128, 128), False), ("CAPTURED", "STREAM_KV")),
-    "backward": (hopper_kernels.backward_macros(torch.bfloat16, (64, 64), False, True), ("CAPTURED", "STREAM_KV")),
+    "forward": (hopper_kernels.forward(torch.bfloat16, (64, 64), (128, 128), False).macros, ("CAPTURED", "STREAM_KV")),
+    "backward": (hopper_kernels.backward(torch.bfloat16, (64, 64), False, True).macros, ("CAPTURED", "STREAM_KV")),
     "backward_keys": (_WIDE, ("CAPTURED",)),
     "backward_queries": (_WIDE, ("CAPTURED", "STREAM_KV")),
     "preprocess": ((), ("CAPTURED",)),
@@ -258,13 +258,13 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, monkeypatch,
 def test_a_launch_is_kept_for_its_head_dim_alone(launched, monkeypatch):
     """Gradients that are parts of wider tensors: their strides do not tell head dims apart."""
     dims = []
-    small_kernel = hopper_kernels.small_kernel
+    loaded = hopper_kernels.loaded
 
-    def record(device, name, defines):
-        dims.append((name, *(int(d.split("=")[1]) for d in defines if d.startswith("HEAD_DIM"))))
-        return small_kernel(device, name, defines)
+    def record(variant, device):
+        dims.append((variant.name, *(int(d.split("=")[1]) for d in variant.macros if d.startswith("HEAD_DIM"))))
+        return loaded(variant, device)
 
-    monkeypatch.setattr(hopper_kernels, "small_kernel", record)
+    monkeypatch.setattr(hopper_kernels, "loaded", record)
     bands = np.array([[0, 2000, 0, 2000, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]], dtype=np.int64)
     wide_q, wide_k = torch.zeros(2000, 16, 128), torch.zeros(2000, 2, 128)
     row = torch.zeros(2000, 16)
@@ -321,7 +321,7 @@ def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, documen
     asked = []
 
     def load(_device, name, defines, threads, size):
-        asked.append((name, defines))
+        asked.append(hopper_kernels.KernelVariant(name, defines, threads, size))
         return hopper_driver.Kernel(name, threads, size)
 
     monkeypatch.setattr(hopper_kernels, "_load", load)
