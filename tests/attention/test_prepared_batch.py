@@ -431,7 +431,7 @@ def test_keys_that_nobody_fetches_are_read_where_they_lie(monkeypatch):
 
 
 def with_numbers(tables):
-    """`pass_tables`, which must use the numbers that are prepared, if there are any."""
+    """`numbers_on_device`, which must use the numbers that are prepared, if there are any."""
 
     def call(is_backward, shape, bands, device, stream, prepared=None, *rest):
         found = tables(is_backward, shape, bands, device, stream, prepared, *rest)
@@ -451,7 +451,7 @@ def refuse(monkeypatch) -> None:
     monkeypatch.setattr(hopper_plan, "make_host_plan", fail)
     monkeypatch.setattr(hopper_plan.hashlib, "blake2b", fail)
     monkeypatch.setattr(hopper_plan.HostPlan, "schedule", fail)
-    monkeypatch.setattr(mask_numbers, "pass_tables", with_numbers(mask_numbers.pass_tables))
+    monkeypatch.setattr(mask_numbers, "numbers_on_device", with_numbers(mask_numbers.numbers_on_device))
     monkeypatch.setattr(PackedArrays, "to", fail)
     monkeypatch.setattr(cast_args, "arrival_arrays", fail)
 
