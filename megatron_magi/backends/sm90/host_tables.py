@@ -20,11 +20,10 @@ from megatron_magi.backends.sm90.mask_numbers import (
     PassShape,
     Prepared,
     backward_numbers,
-    backward_tilings,
     forward_numbers,
-    forward_tiling,
     items_key,
     seen_numbers,
+    tilings_of,
 )
 from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, ScheduleKey, Tiling
 from megatron_magi.backends.sm90.program import backward_pays
@@ -178,14 +177,14 @@ def make_tables(
             schedules[tiling, key] = plan_of(tiling).schedule(*key)
         return schedules[tiling, key]
 
-    plan_of(forward_tiling(facts, forward))
+    plan_of(tilings_of(False, facts, forward)["rows"])
     if backward is not None:
-        choice, tilings = backward_tilings(facts, backward)
-        plan = plan_of(tilings["keys"])
-        for room in rooms if choice.whole else ():
-            schedule_of(tilings["keys"], items_key(choice, plan, backward, room))
+        choice, tilings = backward_choice(facts, problem, backward.deterministic), tilings_of(True, facts, backward)
         for tiling in tilings.values():
             plan_of(tiling)
+        for room in rooms if choice.whole else ():
+            tiling = tilings["keys"]
+            schedule_of(tiling, items_key(choice, plan_of(tiling), backward, room))
     numbers: Prepared = None, None
     if one_launch:
         given, of_backward = (facts, seen_numbers(bands, forward.num_own)), None

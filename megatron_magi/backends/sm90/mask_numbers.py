@@ -215,6 +215,19 @@ def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_
     return Tiling(True, first + num_arriving, choice.shape, choice.packed, arriving)
 
 
+def tilings_of(is_backward: bool, facts: MaskFacts, shape: PassShape) -> dict[str, Tiling]:
+    """The tilings whose tables the kernels of a pass read, by the prefix of the names of their addresses."""
+    problem, num_arriving = shape.problem, shape.num_arriving
+    if not is_backward:
+        return {"rows": row_tiling(problem, forward_tiles(facts, problem), num_arriving, shape.num_sms)}
+    choice = backward_choice(facts, problem, shape.deterministic)
+    found = {"keys": key_tiling(problem, choice, num_arriving, shape.free_sms)}
+    if not choice.adds_dq:
+        tiles = query_tiles(problem, choice.packed)
+        found["queries"] = row_tiling(problem, tiles, num_arriving, shape.free_sms, products=3.0)
+    return found
+
+
 def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict[str, int]:
     """Parameters of a kernel over tiles of rows, in blocks of ``block`` keys, as numbers named ``name.PARAMETER``.
 
@@ -236,11 +249,6 @@ def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict
     }  # fmt: skip
 
 
-def forward_tiling(facts: MaskFacts, shape: PassShape) -> Tiling:
-    """The tiling whose tables the forward kernel reads, of a mask with these facts."""
-    return row_tiling(shape.problem, forward_tiles(facts, shape.problem), shape.num_arriving, shape.num_sms)
-
-
 def forward_numbers(
     facts: MaskFacts, seen: Mapping[str, int], shape: PassShape, plan_of: Callable[[Tiling], HostPlan]
 ) -> MaskNumbers:
@@ -252,21 +260,11 @@ def forward_numbers(
         shape: of the pass.
         plan_of: makes the plan of a tiling of the mask.
     """
-    tiling = forward_tiling(facts, shape)
-    form = ForwardForm(RowTiles(tiling.shape, tiling.packed), shape.num_arriving > 0, shape.captured)
+    tilings = tilings_of(False, facts, shape)
+    tiling = tilings["rows"]
     numbers = {**seen, **row_numbers("rows", plan_of(tiling), shape, tiling.shape[1])}
-    return MaskNumbers(shape, form, numbers, {"rows": tiling})
-
-
-def backward_tilings(facts: MaskFacts, shape: PassShape) -> tuple[BackwardChoice, dict[str, Tiling]]:
-    """The kernels of a backward, and the tilings whose tables they read, as `MaskNumbers.tilings`."""
-    problem, num_arriving = shape.problem, shape.num_arriving
-    choice = backward_choice(facts, problem, shape.deterministic)
-    tilings = {"keys": key_tiling(problem, choice, num_arriving, shape.free_sms)}
-    if not choice.adds_dq:
-        tiles = query_tiles(problem, choice.packed)
-        tilings["queries"] = row_tiling(problem, tiles, num_arriving, shape.free_sms, products=3.0)
-    return choice, tilings
+    form = ForwardForm(RowTiles(tiling.shape, tiling.packed), shape.num_arriving > 0, shape.captured)
+    return MaskNumbers(shape, form, numbers, tilings)
 
 
 def items_key(choice: BackwardChoice, plan: HostPlan, shape: PassShape, room: int | None) -> ScheduleKey:
@@ -291,7 +289,8 @@ def backward_numbers(
     of a group, where gradients are written, and how many bytes of the memory of dq can hold sums until dq is written,
     None if it is no such memory; when None the kernels write all gradients, contiguous and in the dtype of q.
     """
-    problem, (choice, tilings) = shape.problem, backward_tilings(facts, shape)
+    problem = shape.problem
+    choice, tilings = backward_choice(facts, problem, shape.deterministic), tilings_of(True, facts, shape)
     plan, splits = plan_of(tilings["keys"]), 1
     if not choice.whole and not shape.deterministic:
         splits = best_splits(plan.costs, problem.num_heads_kv, problem.group // choice.packed, shape.free_sms)
