@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import pickle
 import weakref
@@ -22,6 +21,7 @@ from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiC
 from megatron_magi.cuda import driver
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch_list import Step
+from megatron_magi.cuda.params import struct
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import make_plan
 from megatron_magi.runtime.lru import LruCache
@@ -88,7 +88,7 @@ def one_rank_alone(monkeypatch):
     native = Queue()
 
     def step(name):
-        return Step(driver.Kernel(name, 1, 0), 1, (ctypes.c_uint64 * 1)())
+        return Step(driver.Kernel(name, 1, 0), 1, struct("common/arrivals.cuh", "ArrivalFlags")())
 
     def get_step(tensors, args, group, impl, into, sources, places):
         native.asked += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
+from tests.cuda.struct_layout import layout_checks
 
 _WIDE = (
     "HEAD_DIM=192", "HEAD_DIM_V=128", "WIDTH=64", "STAGES=2", "STAGES_V=2", "STAGED=0", "DTYPE=Bf16", "SOFTCAP=0",
@@ -43,26 +43,12 @@ STRUCTS = [
 STRUCTS.append(("preprocess", ("DELTA=1", "HEAD_DIM_V=64", "DTYPE=Bf16")))
 
 
-def members(kind: type[ctypes.Structure], name: str = "", at: int = 0) -> Iterator[tuple[str, int]]:
-    """Members of a struct and of structs in it, as C names them, with their offsets."""
-    for field, of, *_ in kind._fields_:
-        offset = at + getattr(kind, field).offset
-        if issubclass(of, ctypes.Structure):
-            yield from members(of, f"{name}{field}.", offset)
-        elif field != "pad":
-            yield name + field, offset
-
-
 @pytest.mark.parametrize(("source", "defines"), STRUCTS)
 def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
-    struct = kernel_params(hopper_kernels.source_of(source), defines)
-    name, checks = struct.__name__, []
-    for member, offset in members(struct):
-        checks.append(f'static_assert(__INTADDR__(&static_cast<{name}*>(0)->{member}) == {offset}, "{member}");')
-    checks.append(f'static_assert(sizeof({name}) <= {ctypes.sizeof(struct)}, "size");')
+    checks = layout_checks(kernel_params(hopper_kernels.source_of(source), defines))
     flatten, options = hopper_build.flatten_source, hopper_build._options
-    monkeypatch.setattr(hopper_build, "flatten_source", lambda path: flatten(path) + "\n".join(checks) + "\n")
+    monkeypatch.setattr(hopper_build, "flatten_source", lambda path: flatten(path) + checks + "\n")
     # Code is generated in test_ffa_build.py.
     monkeypatch.setattr(hopper_build, "_options", lambda *args: [*options(*args), "--fdevice-syntax-only"])
     hopper_build.compile_kernel(f"attention/sm90/{source}.cu", defines)
