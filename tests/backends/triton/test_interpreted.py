@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 PROGRAM = """
 import tests.backends.triton.interpreted
 import torch
+from megatron_magi.backends.triton import attention
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 
@@ -71,6 +72,10 @@ out[:, 1], dout[:, ::2] = 0, 0.5
 for given in (dout, dout.half(), dout.transpose(0, 2).contiguous().transpose(0, 2)):
     got = row_delta(given, out.to(given.dtype), "triton")
     torch.testing.assert_close(got, torch.tensor([20.0, 0.0, 20.0]).expand(70, 3))
+lse = torch.tensor([[0.0, 1.0, -torch.inf], [2.0, -3.0, 4.0]])
+for given in (lse, lse.t().contiguous().t()):
+    by_head = torch.tensor([[0.0, 2.0], [1.0, -3.0], [0.0, 4.0]]) * attention.LOG2_E, lse.exp().t()
+    torch.testing.assert_close(attention._by_head(given, lse.exp()), by_head)
 print("compared", len(CASES))
 """
 
