@@ -16,6 +16,7 @@ from megatron_magi.hf.intervals import Intervals
 from megatron_magi.hf.layer_masks import WINDOWS, Documents, LayerMask, check_mask, check_no_window, document_bounds_of
 from megatron_magi.hf.mask_functions import Rows, Unknown, intervals_of, parts_of, positions_in, to_numpy
 from megatron_magi.hf.numbering import check_counting, is_tuned, reaches_a_higher_temperature, renumbered
+from megatron_magi.hf.router_losses import wrap_balance
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.runtime.no_compile import outside_graphs
@@ -148,6 +149,8 @@ def attention(
     sink = None if s_aux is None else s_aux.reshape(1, num_heads).to(torch.promote_types(s_aux.dtype, torch.float32))
     logits = {"sink": sink, "softmax_scale": scaling, "softcap": softcap or 0.0}
     if hasattr(attention_mask, "shard"):
+        if not attention_mask.shard.num_calls:
+            wrap_balance([module])
         attention_mask.shard.num_calls += 1
         _check_sink(sink, module, attention_mask.key)
     if indices is not None:

@@ -25,7 +25,8 @@ from megatron_magi.hf.media import decoder_of, embedded, give_to_decoder
 from megatron_magi.hf.numbering import check_ropes
 from megatron_magi.hf.outputs import gathered, whole
 from megatron_magi.hf.planning_collator import PlanAhead
-from megatron_magi.hf.shard import sharded
+from megatron_magi.hf.router_losses import wrap_balance
+from megatron_magi.hf.shard import Shard, asks_routers, sharded
 from megatron_magi.runtime.no_compile import outside_graphs
 
 _DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -90,6 +91,7 @@ def context_parallel(
         of_batch, has_loss = kwargs["attention_mask"].magi_shard, kwargs.get("labels") is not None
         if of_batch.is_of_model:  # else the caller knows of rows, and undispatches them
             output = gathered(output, of_batch, kwargs["attention_mask"].shape[1], has_loss)
+        _return_router_loss(output, of_batch)
         if has_loss:
             loss = output["loss"] if isinstance(output, dict) else output[0]
             mean = loss.detach().clone()
@@ -302,10 +304,8 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str,
             f"position_ids: {type(model).__name__} numbers tokens in a way of its own ({own_numbers}), which a rank "
             "cannot do for its part; give them"
         )
-    text = model.config.get_text_config()
-    routers = batch.get("output_router_logits")
-    if routers or (routers is None and getattr(text, "output_router_logits", False)):
-        raise ValueError("output_router_logits: the balance of experts over a whole sequence is not known to a rank")
+    if asks_routers(model.config, batch):
+        _check_routers(model, batch)
     if batch.get("labels") is not None and model.loss_function is not ForCausalLMLoss:
         raise ValueError(f"labels: expected the loss of a causal language model, {type(model).__name__} has another")
     if batch.get("labels") is not None and has_own_loss:
@@ -319,6 +319,25 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str,
             "logits_to_keep: tokens are not in order under context parallelism; keep all logits. To generate, save the "
             "model and load it again: it is then on one rank"
         )
+
+
+def _check_routers(model: PreTrainedModel, batch: dict[str, Any]) -> None:
+    if not wrap_balance(one for one in model.modules() if isinstance(one, PreTrainedModel)):
+        raise ValueError(
+            f"output_router_logits: {type(model).__name__} has no router loss that is known here, and a rank does not "
+            "know the balance of experts over a whole sequence; set it to False"
+        )
+    returns = batch.get("return_dict")
+    if not (model.config.return_dict if returns is None else returns):
+        raise ValueError("return_dict: expected True with output_router_logits")
+
+
+def _return_router_loss(output: Any, shard: Shard) -> None:
+    """The batch's, which is not divided by the number of ranks, as its part of the loss may be."""
+    if isinstance(output, dict) and isinstance(output.get("aux_loss"), torch.Tensor):
+        if shard.router_loss is None:
+            raise RuntimeError("output_router_logits: the model has computed a router loss by code of its own")
+        output["aux_loss"], shard.router_loss = shard.router_loss, None
 
 
 def _check_training(model: PreTrainedModel, batch: dict[str, Any]) -> None:
