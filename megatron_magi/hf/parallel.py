@@ -184,7 +184,8 @@ class MagiParallelismConfig(ParallelismConfig):
                         continue
                     if not getattr(model, "_is_accelerate_prepared", False):
                         context_parallel(_pretrained(model), group, self.magi_config)
-                        ahead.set_model(_pretrained(model), self.magi_config, group.size(), group.rank())
+                        dtype = dtype_of_attention(accelerator, model)
+                        ahead.set_model(_pretrained(model), dtype, self.magi_config, group.size(), group.rank())
                     elif accelerator.distributed_type in _DDP and not isinstance(model, DistributedDataParallel):
                         _refuse_training_after_evaluation(args)
                 return prepare(*args, **kwargs)
@@ -204,6 +205,19 @@ def _refuse_training_after_evaluation(prepared: tuple) -> None:
             "model: the Trainer has evaluated it before training, after which accelerate does not wrap it in DDP, so "
             "that gradients would not be averaged over ranks; make a new Trainer for training, or use FSDP2"
         )
+
+
+def dtype_of_attention(accelerator: Accelerator, model: torch.nn.Module) -> torch.dtype:
+    """What queries and keys of a model will be in: autocast's dtype, FSDP's, or that of the parameters."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if dtype == torch.float64:
+        return dtype
+    device = accelerator.device.type
+    with accelerator.autocast():
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "mixed_precision_policy", None)
+    return getattr(policy, "param_dtype", None) or dtype
 
 
 class _OncePerBatch:
