@@ -19,7 +19,7 @@ from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
-from megatron_magi.hf.indexed import LAYER, is_known
+from megatron_magi.hf.layer_kinds import check_kinds
 from megatron_magi.hf.loaders import prepare_by_batch
 from megatron_magi.hf.media import decoder_of, embedded, give_to_decoder
 from megatron_magi.hf.numbering import check_ropes
@@ -30,8 +30,6 @@ from megatron_magi.hf.shard import Shard, asks_routers, sharded
 from megatron_magi.runtime.no_compile import outside_graphs
 
 _DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers whose only look at other tokens is attention."""
 
 
 def context_parallel(
@@ -292,18 +290,12 @@ def _has_own_loss(model: PreTrainedModel) -> bool:
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    text = model.config.get_text_config()
     check_implementation(model.config)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"model: {type(model).__name__} takes no position_ids, by which the tokens of a rank have their places"
         )
-    others = set(getattr(text, "layer_types", None) or ()) - (LAYERS | {LAYER} if is_known(model) else LAYERS)
-    if others or getattr(model, "_is_stateful", False):
-        raise ValueError(
-            "model: layers that look at other tokens in another way than full, sliding or chunked attention cannot be "
-            f"sharded: {sorted(others) or type(model).__name__}"
-        )
+    check_kinds(model.config, model)
     if getattr(model, "loss_type", None) in ("ForSequenceClassification", "ForQuestionAnswering"):
         raise ValueError(
             f"model: {type(model).__name__} looks for a token in the whole sequence, of which a rank has its rows; "

@@ -25,6 +25,7 @@ from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.batch_positions import check_positions, document_positions, num_axes_of, read
 from megatron_magi.hf.intervals import Intervals
+from megatron_magi.hf.layer_kinds import check_kinds
 from megatron_magi.hf.layer_masks import (
     WINDOWS,
     LayerMask,
@@ -115,6 +116,7 @@ class Shard:
             said = document_bounds_of(None, batch["cu_seq_lens_q"], *shape)
         self._places = places_of(own, said, shape)
         if group is not None and group.size() > 1:
+            check_kinds(model_config)
             check_ropes(model_config)
         self._first_mask = self._mask(_widest(model_config.get_text_config()))
 
