@@ -27,11 +27,13 @@ def train(name, **options):  # options: of Bridge's provider
     provider.finalize()
     provider.initialize_model_parallel(seed=1)
     (model,) = provider.provide_distributed_model(wrap_with_ddp=False)
-    dispatcher, optimizer = dispatcher_of(provider), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    dispatcher = dispatcher_of(provider)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for length in (48, 81, 33, 64):  # tokens of a microbatch
         tokens = torch.randint(96, (1, length + 1), generator=torch.Generator().manual_seed(length))
         fields = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": torch.arange(length)[None]}
-        batch = dispatcher.dispatch({**fields, "loss_mask": fields["position_ids"] >= 9})
+        fields["loss_mask"] = fields["position_ids"] >= 9
+        batch = dispatcher.dispatch(fields)
         with model.given(batch):
             losses = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
         loss = (losses * batch.loss_mask).sum() / batch.params.num_loss_tokens

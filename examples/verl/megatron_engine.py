@@ -3,7 +3,7 @@
     actor_rollout_ref.model.external_lib=megatron_engine     # this folder on PYTHONPATH
 
 Only rollouts in the same microbatch share a prompt: ``use_dynamic_bsz=False``, and
-``ppo_micro_batch_size_per_gpu`` a multiple of ``rollout.n``. Written against verl at commit b178a3cd5.
+``ppo_micro_batch_size_per_gpu`` a multiple of ``rollout.n``. For verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from megatron_magi.comm.dispatch import UndispatchArgs, undispatch
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask.source import LayerMasks, MaskSource
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
+from megatron_magi.mcore.core_models import attend_by_plan, with_magi
 from megatron_magi.mcore.groups import make_agreement_group
 from megatron_magi.mcore.model import MagiGPTModel
 from megatron_magi.mcore.planner import Planner
 from megatron_magi.packing import PrefixTree
 
-_BUILDERS = {"mbridge.core.llm_bridge": "GPTModel", "megatron.bridge.models.gpt_provider": "MCoreGPTModel"}
-"""What verl builds models with, and how these name the model's class."""
+_BUILDERS = {"mbridge.core.llm_bridge": "GPTModel"}
+"""What verl builds models with beside providers of Megatron Bridge, and how it names the model's class."""
 
 
 class MagiMegatronEngine(MegatronEngineWithLMHead):
@@ -47,10 +48,21 @@ class MagiMegatronEngine(MegatronEngineWithLMHead):
             _magi_model(chunk)
         self._dispatcher = make_dispatcher(_magi_model(self.module[0]).config)
 
+    def _build_tf_config(self) -> None:
+        """As verl's; a provider of Megatron Bridge builds models that attend by plan."""
+        super()._build_tf_config()
+        if self.provider is not None:
+            self.provider.transformer_layer_spec = with_magi(self.provider.transformer_layer_spec)
+            self.provider.register_pre_wrap_hook(attend_by_plan)
+
     def forward_step(
-        self, batch_iter: Iterator[Any], model: torch.nn.Module, postprocess_micro_batch_func: Callable
+        self,
+        batch_iter: Iterator[Any],
+        model: torch.nn.Module,
+        logits_processor_func: Callable,
+        postprocess_micro_batch_func: Callable,
     ) -> tuple[Any, Callable]:
-        """As Megatron's schedules call it."""
+        """As Megatron's schedules call it; ``logits_processor_func`` is for distillation, which `tree_of` refuses."""
         batch = next(batch_iter)
         if torch.cuda.is_available():
             batch = batch.to(torch.cuda.current_device())

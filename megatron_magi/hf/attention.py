@@ -13,9 +13,11 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from megatron_magi.api import calc_attn
 from megatron_magi.hf import indexed
 from megatron_magi.hf.intervals import Intervals
+from megatron_magi.hf.layer_kinds import check_kinds_of_mask
 from megatron_magi.hf.layer_masks import WINDOWS, Documents, LayerMask, check_mask, check_no_window, document_bounds_of
 from megatron_magi.hf.mask_functions import Rows, Unknown, intervals_of, parts_of, positions_in, to_numpy
 from megatron_magi.hf.numbering import check_counting, is_tuned, reaches_a_higher_temperature, renumbered
+from megatron_magi.hf.router_losses import wrap_balance
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.runtime.no_compile import outside_graphs
@@ -148,6 +150,8 @@ def attention(
     sink = None if s_aux is None else s_aux.reshape(1, num_heads).to(torch.promote_types(s_aux.dtype, torch.float32))
     logits = {"sink": sink, "softmax_scale": scaling, "softcap": softcap or 0.0}
     if hasattr(attention_mask, "shard"):
+        if not attention_mask.shard.num_calls:
+            wrap_balance([module])
         attention_mask.shard.num_calls += 1
         _check_sink(sink, module, attention_mask.key)
     if indices is not None:
@@ -164,7 +168,7 @@ def attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         shape = (batch_size, q_length, key.shape[2])
         if magi_mask is not None:
-            mask = _explicit(magi_mask, attention_mask, batch_size * q_length)
+            mask = _explicit(module, magi_mask, attention_mask, batch_size * q_length)
         elif isinstance(attention_mask, LayerMask):
             mask = attention_mask.of_layer(position_ids, cu_seq_lens_q)
         elif attention_mask is None:
@@ -253,8 +257,10 @@ def _check_sink(sink: Tensor | None, module: torch.nn.Module, key: DistAttnRunti
         )
 
 
-def _explicit(mask: AttnMask, own: Any, num_rows: int) -> AttnMask:
+def _explicit(module: torch.nn.Module, mask: AttnMask, own: Any, num_rows: int) -> AttnMask:
     check_mask(mask, num_rows)
+    if hasattr(module, "config"):
+        check_kinds_of_mask(module.config, "magi_mask")
     check_no_window(isinstance(own, LayerMask) and own.has_window)
     return mask
 

@@ -50,6 +50,12 @@ def is_known(module: torch.nn.Module) -> bool:
     return any(base.__module__ in _INDEXERS for base in type(module).__mro__)
 
 
+def is_known_config(text_config: Any) -> bool:
+    """Whether a configuration is that of one of these models, or derives from it."""
+    places = (base.__module__.replace("configuration_", "modeling_") for base in type(text_config).__mro__)
+    return any(place in _INDEXERS for place in places)
+
+
 def wrap_indexers() -> None:
     """Wraps the indexers of models that have been imported. Idempotent; called before layers get a mask."""
     for module, name in _INDEXERS.items():

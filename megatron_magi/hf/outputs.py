@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 VECTORS = ("logits", "last_hidden_state", "hidden_states")
 """Outputs of transformers with a vector for each row, ``[1, num_rows, width]``, or tuples of them."""
 
+ROUTERS = "router_logits"
+"""Output of models with experts: of each layer ``[num_rows, num_experts]``."""
+
 NUMBERS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 """Outputs of TRL's models with a number for each prediction, ``[1, num_rows]``."""
 
@@ -37,21 +40,34 @@ _created: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 
 
 class _Rows:
-    """A rank's rows, and all of them once they are gathered; ``number`` tells them from other rows of the group."""
+    """A rank's rows, and all of them once they are gathered; ``number`` tells them from other rows of the group.
 
-    def __init__(self, rows: Tensor, number: int) -> None:
-        self.own, self.number, self.whole = rows, number, None
+    Those of the batch are flat if models return them so.
+    """
+
+    def __init__(self, rows: Tensor, number: int, is_flat: bool = False) -> None:
+        self.own, self.number, self.is_flat, self.whole = rows, number, is_flat, None
 
     def gather(self, shard: Shard) -> Tensor:
         if self.whole is None:
             what = "logits of a context-parallel model (all ranks use them in the same order)"
             start_agreement(self.number, shard.group, what).wait()
-            self.whole, self.own = shard.undispatch(self.own), None
+            whole = shard.undispatch(self.own)
+            self.whole, self.own = whole.flatten(0, 1) if self.is_flat else whole, None
         return self.whole
+
+    def shape(self, shard: Shard) -> tuple[int, ...]:
+        """Of all rows."""
+        if self.whole is not None:
+            return tuple(self.whole.shape)
+        before = (shard.batch_size * shard.seqlen,) if self.is_flat else (shard.batch_size, shard.seqlen)
+        return (*before, *self.own.shape[2:])
 
 
 class BatchRows(Tensor):
     """This rank's rows of ``[batch_size, seqlen, ...]``, gathered from all ranks when they are first used. Collective.
+
+    Or of ``[batch_size * seqlen, ...]``, if they are flat.
 
     Copies, and operations along the last dimension (softmax, log_softmax, argmax, max), are computed from a rank's rows
     and gathered later, so that predicted tokens are sent and not their logits. Reading the shape, dtype or device,
@@ -61,17 +77,16 @@ class BatchRows(Tensor):
     @staticmethod
     def __new__(cls, rows: _Rows, shard: Shard) -> BatchRows:
         own = rows.own if rows.whole is None else rows.whole
-        shape = (shard.batch_size, shard.seqlen, *own.shape[2:])
-        out = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
+        out = Tensor._make_wrapper_subclass(cls, rows.shape(shard), dtype=own.dtype, device=own.device)
         torch._C._set_throw_on_mutable_data_ptr(out)  # there is no memory; kernels that ask for it get an error
         out._rows, out._shard = rows, shard
         return out
 
     @classmethod
-    def of(cls, rows: Tensor, shard: Shard) -> BatchRows:
+    def of(cls, rows: Tensor, shard: Shard, is_flat: bool = False) -> BatchRows:
         """Of rows ``[1, num_rows, ...]``."""
         number = 0 if shard.group is None else next(_created.setdefault(shard.group, itertools.count()))
-        return cls(_Rows(rows, number), shard)
+        return cls(_Rows(rows, number, is_flat), shard)
 
     def __repr__(self, **_: Any) -> str:
         if self._rows.whole is not None:
@@ -100,13 +115,13 @@ class BatchRows(Tensor):
                 return function(torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape), *args[1:], **kwargs)
             if x._rows.whole is None and x._is_of_rows(function, args, kwargs):
                 made = function(x._rows.own, *args[1:], **kwargs)
-                return tree_map(lambda y: BatchRows(_Rows(y, x._rows.number), x._shard), made)
+                return tree_map(lambda y: BatchRows(_Rows(y, x._rows.number, x._rows.is_flat), x._shard), made)
         args, kwargs = tree_map_only(BatchRows, BatchRows.whole, (args, kwargs))
         return function(*args, **kwargs)
 
     def _is_of_rows(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         if function in _OF_LAST_DIM:
-            return self.ndim > 2 and len(args) > 1 and args[1] in (-1, self.ndim - 1)
+            return self.ndim > 2 and not self._rows.is_flat and len(args) > 1 and args[1] in (-1, self.ndim - 1)
         return function in _OF_ROWS and kwargs.get("device") in (None, self.device)
 
 
@@ -161,6 +176,9 @@ def gathered(output: Any, shard: Shard, num_rows: int, has_loss: bool) -> Any:
     for name in VECTORS:
         if output.get(name) is not None:
             output[name] = tree_map(vectors, output[name])
+    routers = output.get(ROUTERS)
+    if as_whole and isinstance(routers, tuple):
+        output[ROUTERS] = tuple(BatchRows.of(x.detach()[None], shard, is_flat=True) for x in routers)
     for name in NUMBERS:
         x = output.get(name)
         if isinstance(x, Tensor) and x.shape == (1, num_rows):

@@ -19,18 +19,17 @@ from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
-from megatron_magi.hf.indexed import LAYER, is_known
+from megatron_magi.hf.layer_kinds import check_kinds
 from megatron_magi.hf.loaders import prepare_by_batch
 from megatron_magi.hf.media import decoder_of, embedded, give_to_decoder
 from megatron_magi.hf.numbering import check_ropes
 from megatron_magi.hf.outputs import gathered, whole
 from megatron_magi.hf.planning_collator import PlanAhead
-from megatron_magi.hf.shard import sharded
+from megatron_magi.hf.router_losses import wrap_balance
+from megatron_magi.hf.shard import Shard, asks_routers, sharded
 from megatron_magi.runtime.no_compile import outside_graphs
 
 _DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers whose only look at other tokens is attention."""
 
 
 def context_parallel(
@@ -90,6 +89,7 @@ def context_parallel(
         of_batch, has_loss = kwargs["attention_mask"].magi_shard, kwargs.get("labels") is not None
         if of_batch.is_of_model:  # else the caller knows of rows, and undispatches them
             output = gathered(output, of_batch, kwargs["attention_mask"].shape[1], has_loss)
+        _return_router_loss(output, of_batch)
         if has_loss:
             loss = output["loss"] if isinstance(output, dict) else output[0]
             mean = loss.detach().clone()
@@ -182,7 +182,8 @@ class MagiParallelismConfig(ParallelismConfig):
                         continue
                     if not getattr(model, "_is_accelerate_prepared", False):
                         context_parallel(_pretrained(model), group, self.magi_config)
-                        ahead.set_model(_pretrained(model), self.magi_config, group.size(), group.rank())
+                        dtype = dtype_of_attention(accelerator, model)
+                        ahead.set_model(_pretrained(model), dtype, self.magi_config, group.size(), group.rank())
                     elif accelerator.distributed_type in _DDP and not isinstance(model, DistributedDataParallel):
                         _refuse_training_after_evaluation(args)
                 return prepare(*args, **kwargs)
@@ -202,6 +203,19 @@ def _refuse_training_after_evaluation(prepared: tuple) -> None:
             "model: the Trainer has evaluated it before training, after which accelerate does not wrap it in DDP, so "
             "that gradients would not be averaged over ranks; make a new Trainer for training, or use FSDP2"
         )
+
+
+def dtype_of_attention(accelerator: Accelerator, model: torch.nn.Module) -> torch.dtype:
+    """What queries and keys of a model will be in: autocast's dtype, FSDP's, or that of the parameters."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if dtype == torch.float64:
+        return dtype
+    device = accelerator.device.type
+    with accelerator.autocast():
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "mixed_precision_policy", None)
+    return getattr(policy, "param_dtype", None) or dtype
 
 
 class _OncePerBatch:
@@ -276,18 +290,12 @@ def _has_own_loss(model: PreTrainedModel) -> bool:
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    text = model.config.get_text_config()
     check_implementation(model.config)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"model: {type(model).__name__} takes no position_ids, by which the tokens of a rank have their places"
         )
-    others = set(getattr(text, "layer_types", None) or ()) - (LAYERS | {LAYER} if is_known(model) else LAYERS)
-    if others or getattr(model, "_is_stateful", False):
-        raise ValueError(
-            "model: layers that look at other tokens in another way than full, sliding or chunked attention cannot be "
-            f"sharded: {sorted(others) or type(model).__name__}"
-        )
+    check_kinds(model.config, model)
     if getattr(model, "loss_type", None) in ("ForSequenceClassification", "ForQuestionAnswering"):
         raise ValueError(
             f"model: {type(model).__name__} looks for a token in the whole sequence, of which a rank has its rows; "
@@ -302,10 +310,8 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str,
             f"position_ids: {type(model).__name__} numbers tokens in a way of its own ({own_numbers}), which a rank "
             "cannot do for its part; give them"
         )
-    text = model.config.get_text_config()
-    routers = batch.get("output_router_logits")
-    if routers or (routers is None and getattr(text, "output_router_logits", False)):
-        raise ValueError("output_router_logits: the balance of experts over a whole sequence is not known to a rank")
+    if asks_routers(model.config, batch):
+        _check_routers(model, batch)
     if batch.get("labels") is not None and model.loss_function is not ForCausalLMLoss:
         raise ValueError(f"labels: expected the loss of a causal language model, {type(model).__name__} has another")
     if batch.get("labels") is not None and has_own_loss:
@@ -319,6 +325,25 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str,
             "logits_to_keep: tokens are not in order under context parallelism; keep all logits. To generate, save the "
             "model and load it again: it is then on one rank"
         )
+
+
+def _check_routers(model: PreTrainedModel, batch: dict[str, Any]) -> None:
+    if not wrap_balance(one for one in model.modules() if isinstance(one, PreTrainedModel)):
+        raise ValueError(
+            f"output_router_logits: {type(model).__name__} has no router loss that is known here, and a rank does not "
+            "know the balance of experts over a whole sequence; set it to False"
+        )
+    returns = batch.get("return_dict")
+    if not (model.config.return_dict if returns is None else returns):
+        raise ValueError("return_dict: expected True with output_router_logits")
+
+
+def _return_router_loss(output: Any, shard: Shard) -> None:
+    """The batch's, which is not divided by the number of ranks, as its part of the loss may be."""
+    if isinstance(output, dict) and isinstance(output.get("aux_loss"), torch.Tensor):
+        if shard.router_loss is None:
+            raise RuntimeError("output_router_logits: the model has computed a router loss by code of its own")
+        output["aux_loss"], shard.router_loss = shard.router_loss, None
 
 
 def _check_training(model: PreTrainedModel, batch: dict[str, Any]) -> None:

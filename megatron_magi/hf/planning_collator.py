@@ -21,8 +21,9 @@ from megatron_magi.plan import Plan, make_plan, who_computes
 class PlannedBatch:
     """The plans of a batch, for the ranks of a context-parallel group; made in a worker."""
 
-    def __init__(self, plans: dict[Hashable, Plan], prepared: PreparedBatch, cp_rank: int) -> None:
-        self._plans, self._prepared, self._cp_rank = plans, prepared, cp_rank
+    def __init__(self, plans: dict[Hashable, Plan], prepared: PreparedBatch) -> None:
+        self._plans, self._prepared = plans, prepared
+        self._device: torch.device | None = None  # where the tables are
 
     def to(self, *_device: object, **_options: object) -> PlannedBatch:
         """Itself, as loops that move all of a batch call it; `at_hand` copies to the device."""
@@ -30,13 +31,18 @@ class PlannedBatch:
 
     def pin_memory(self) -> PlannedBatch:
         """Called by data loaders that pin what workers send."""
-        return PlannedBatch(self._plans, self._prepared.pin_memory(), self._cp_rank)
+        return PlannedBatch(self._plans, self._prepared.pin_memory())
 
     def at_hand(self, device: torch.device) -> Mapping[Hashable, Plan]:
-        """The plans by what they were made of (`megatron_magi.api.runtime.request_of`), their tables on ``device``."""
-        self._prepared.to(device)
-        for plan, of_rank in zip(self._plans.values(), self._prepared.plans.values(), strict=True):
-            plan.take_rank_plan(of_rank)
+        """The plans by what they were made of (`megatron_magi.api.runtime.request_of`), their tables on ``device``.
+
+        Tables are copied once, however often a batch is used.
+        """
+        if device != self._device:
+            self._prepared.to(device)
+            for plan, of_rank in zip(self._plans.values(), self._prepared.plans.values(), strict=True):
+                plan.take_rank_plan(of_rank)
+            self._device = device
         return self._plans
 
 
@@ -57,14 +63,19 @@ class PlanAhead:
     cp_rank: int = 0
     shape: AttnShape | None = None
 
-    def set_model(self, model: torch.nn.Module, config: MagiConfig | None, cp_size: int, cp_rank: int) -> None:
-        """Sets all, in the process that trains: workers must not ask for GPUs."""
+    def set_model(
+        self, model: torch.nn.Module, dtype: torch.dtype, config: MagiConfig | None, cp_size: int, cp_rank: int
+    ) -> None:
+        """Sets all, in the process that trains: workers must not ask for GPUs.
+
+        ``dtype``: of queries and keys.
+        """
         heads = heads_of(model.config)
-        like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0, device="cpu"))
         self.config = planned_config(config, heads)
         self.model_config, self.cp_size, self.cp_rank = model.config, cp_size, cp_rank
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else like.device
-        self.shape = AttnShape(*heads, heads[-1], like.dtype).kernels_for(device, self.config.attend.impl)
+        has_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+        self.shape = AttnShape(*heads, heads[-1], dtype).kernels_for(device, self.config.attend.impl)
 
     def plan(self, batch: Mapping[str, Any]) -> PlannedBatch:
         """Plans all masks of a batch.
@@ -83,7 +94,7 @@ class PlanAhead:
             plans[request_of(mask, config, self.cp_size, dispatch, compute)] = plan
             dispatch = plans[next(iter(plans))].dispatch
         rank_plans = {i: plan.for_rank(self.cp_rank) for i, plan in enumerate(plans.values())}
-        return PlannedBatch(plans, prepare_batch(rank_plans, shape, config), self.cp_rank)
+        return PlannedBatch(plans, prepare_batch(rank_plans, shape, config))
 
 
 class PlanningCollator:

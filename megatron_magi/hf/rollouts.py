@@ -12,6 +12,7 @@ from megatron_magi.api.make_key import made_on_all_ranks
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
+from megatron_magi.hf.layer_kinds import check_kinds_of_mask
 from megatron_magi.hf.shard import sharded
 from megatron_magi.packing import PrefixTree
 
@@ -69,6 +70,7 @@ def _check(model: PreTrainedModel, tree: PrefixTree, group: dist.ProcessGroup | 
     if len(tree.sample_bounds) == 1:
         raise ValueError("tree: it has no rollouts; on a rank that has none give one of one token, whose loss is 0")
     check_implementation(model.config)
+    check_kinds_of_mask(model.config, "tree")
     over = getattr(model, CP_GROUP, None)
     if over is not None and (group is None or group.group_name != over):
         raise ValueError("cp_group_or_mesh: the model is context-parallel, give its group")

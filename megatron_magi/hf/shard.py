@@ -25,6 +25,7 @@ from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.batch_positions import check_positions, document_positions, num_axes_of, read
 from megatron_magi.hf.intervals import Intervals
+from megatron_magi.hf.layer_kinds import check_kinds
 from megatron_magi.hf.layer_masks import (
     WINDOWS,
     LayerMask,
@@ -84,6 +85,8 @@ class Shard:
         is_of_model: a context-parallel model made it from a whole batch; else who calls the model did.
         key: of the dispatch; for functions of `megatron_magi.api`.
         num_calls: of attention so far.
+        is_summed: losses of ranks are added up, as ``num_items_in_batch`` was given; else averaged.
+        router_loss: of the batch, once the model has computed it; see `hf.router_losses`.
         of_decoder: what a language model inside a model gets, and what it gets in addition; see `hf.media`.
     """
 
@@ -92,6 +95,8 @@ class Shard:
     ) -> None:
         tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch["inputs_embeds"]
         self.group, self.num_calls = group, 0
+        self.is_summed, self.router_loss = "num_items_in_batch" in batch, None
+        self._asks_routers, self._weights = asks_routers(model_config, batch), None
         self._plans: Mapping[Hashable, Plan] = {}
         self.batch_size, self.seqlen = int(tokens.shape[0]), int(tokens.shape[1])
         self.num_predictions, self.is_of_model = self.seqlen, False
@@ -111,6 +116,7 @@ class Shard:
             said = document_bounds_of(None, batch["cu_seq_lens_q"], *shape)
         self._places = places_of(own, said, shape)
         if group is not None and group.size() > 1:
+            check_kinds(model_config)
             check_ropes(model_config)
         self._first_mask = self._mask(_widest(model_config.get_text_config()))
 
@@ -126,7 +132,10 @@ class Shard:
                 *heads_of(self._model_config),
                 cp_group_or_mesh=self.group,
                 dist_attn_config=config,
-                compare={name: self._checksums.get(name, 0) for name in names},
+                compare={
+                    **{name: self._checksums.get(name, 0) for name in names},
+                    "output_router_logits": int(self._asks_routers),
+                },
             )
 
     def masks(self) -> list[AttnMask]:
@@ -143,6 +152,13 @@ class Shard:
             whole = torch.from_numpy(np.stack([place.positions for place in self._places]))
             self._positions = self.dispatch(whole.to(device))
         return self._positions
+
+    def weights(self, device: torch.device) -> Tensor:
+        """1 for this rank's rows of tokens, 0 for padding, fp32 ``[num_rows]``."""
+        if self._weights is None:
+            seen = np.ones((self.batch_size, self.seqlen)) if self._padding is None else self._padding
+            self._weights = self.dispatch(torch.from_numpy(seen).to(device, torch.float32))[0]
+        return self._weights
 
     def layer_mask(self, mask_function: Callable) -> ShardMask:
         """The mask of a kind of layer, which is asked for with the shard's own lengths. Collective.
@@ -375,6 +391,12 @@ def _padding(attention_mask: Any, batch_size: int, seqlen: int) -> np.ndarray | 
             "position_ids that restart at 0, without an attention_mask"
         )
     return to_numpy(seen.to(torch.bool))
+
+
+def asks_routers(model_config: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether a model of this configuration returns router logits for a batch of arguments, and adds their loss."""
+    asked = batch.get("output_router_logits")
+    return bool(getattr(model_config.get_text_config(), "output_router_logits", False) if asked is None else asked)
 
 
 def heads_of(model_config: Any) -> tuple[int, int, int]:

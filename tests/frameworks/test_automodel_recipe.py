@@ -2,11 +2,14 @@
 
 import json
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import yaml
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
 pytest.importorskip("nemo_automodel", reason="nemo-automodel is not on the path: make test-frameworks")
@@ -18,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 import megatron_magi
 from megatron_magi.hf.automodel_sharder import own_sharding
 from megatron_magi.testing.spawn import run_ranks
+from tests.frameworks.page import blocks
 from tests.hf.models import VOCABULARY, make_model, packed_batch
 
 CASES = {
@@ -71,13 +75,8 @@ def data_of(kind):
     return sections
 
 
-def recipe(folder, name, kind, num_ranks, attention):
-    from nemo_automodel.components.config.loader import ConfigNode
-    from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
-
-    if dist.get_rank() == 0:
-        save(f"{folder}/model", name)
-    dist.barrier()
+def configured(folder, name, kind, num_ranks, attention):
+    """The path of a recipe's configuration."""
     schedule = {"global_batch_size": 2, "local_batch_size": 1, "max_steps": 3, "num_epochs": 1}
     policy = {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy"}
     loader = "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"
@@ -93,16 +92,21 @@ def recipe(folder, name, kind, num_ranks, attention):
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.01},
         **data_of(kind),
     }
-    return TrainFinetuneRecipeForNextTokenPrediction(ConfigNode(config))
+    if dist.get_rank() == 0:
+        save(f"{folder}/model", name)
+        Path(f"{folder}/my.yaml").write_text(yaml.safe_dump(config))
+    dist.barrier()
+    return f"{folder}/my.yaml"
 
 
 def train(folder, name, kind, num_ranks, attention):
-    """Losses and norms of gradients of three steps."""
-    made = recipe(folder, name, kind, num_ranks, attention)
-    made.setup()
-    if attention == "magi":
-        own_sharding(made.model_parts[0])
-    made.run_train_validation_loop()
+    """Losses and norms of gradients of three steps, by the lines of the page."""
+    path = configured(folder, name, kind, num_ranks, attention)
+    lines = blocks("hugging_face.md", "## With NeMo Automodel")[0].replace("my.yaml", path)
+    if attention != "magi":
+        lines = lines.replace("own_sharding(recipe.model_parts[0])\n", "")
+    sys.argv = sys.argv[:1]
+    exec(compile(lines, "hugging_face.md", "exec"), {})
     with open(f"{folder}/training.jsonl") as lines:
         steps = [json.loads(line) for line in lines]
     return [(step["loss"], step["grad_norm"]) for step in steps]

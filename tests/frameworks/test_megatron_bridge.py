@@ -10,6 +10,7 @@ import pytest
 
 import megatron_magi
 from megatron_magi.testing.megatron_launch import launch
+from tests.frameworks.page import blocks
 
 ROOT = Path(megatron_magi.__file__).parents[1]
 FOLDER = ROOT / "build/frameworks/megatron_bridge/site-packages"
@@ -19,6 +20,12 @@ pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="megatron-bridge is 
 
 def test_the_example_has_forty_lines():
     assert len([line for line in EXAMPLE.read_text().splitlines() if line]) <= 40
+
+
+def test_the_lines_of_the_page_are_the_examples():
+    page = blocks("megatron.md", "## Without the command line: Megatron Bridge, verl")[0]
+    lines = {line.partition("  #")[0].strip() for line in page.splitlines()} - {"..."}
+    assert len(lines) >= 7 and lines <= {line.strip() for line in EXAMPLE.read_text().splitlines()}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])

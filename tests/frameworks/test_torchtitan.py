@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not on the path: make te
 
 import megatron_magi
 from megatron_magi.testing.spawn import run_ranks
+from tests.frameworks.page import blocks
 
 FOLDER = Path(megatron_magi.__file__).parents[1] / "examples/torchtitan"
 SEQLEN, STEPS = 64, 3
@@ -59,6 +61,36 @@ def save_data(folder):
             count = int(torch.randint(3, 40, (), generator=draw))
             text = " ".join(map(str, torch.randint(3, 200, (count,), generator=draw).tolist()))
             file.write(json.dumps({"text": text}) + "\n")
+
+
+def lines_of_the_page(_rank, _num_ranks):
+    """Types of what torchtitan's own parser makes of the page's command, and of the page's function."""
+    sys.path.insert(0, str(FOLDER))
+    on_cpus()
+    from torchtitan.config.manager import ConfigManager
+
+    command, function = blocks("torchtitan.md", "# torchtitan")
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:2] == ["export", "PYTHONPATH=examples/torchtitan"]
+    names = {}
+    exec(compile(function, "torchtitan.md", "exec"), names)
+    config = ConfigManager().parse_args(words[words.index("torchtitan.train") + 1 :])
+    kinds = [
+        (type(made).__qualname__, {type(layer.attention.inner_attention).__qualname__ for layer in layers_of(made)})
+        for made in (config, names["qwen3_14b"]())
+    ]
+    return kinds, config.parallelism.context_parallel_degree, config.training.seq_len
+
+
+def layers_of(config):
+    return config.model_spec.model.layers
+
+
+@pytest.mark.ranks(1)
+def test_the_lines_of_the_page_make_configurations_of_it():
+    ((kinds, cp_size, seqlen),) = run_ranks(lines_of_the_page, 1, timeout_s=120)
+    assert kinds == [("MagiTrainer.Config", {"FlexAttention.Config"})] * 2
+    assert (cp_size, seqlen) == (8, 131072)
 
 
 def losses_of(folder, cp_size, with_magi, change=lambda config: None):

@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 
 from tests.hf import packed_models
 from tests.hf.models import VOCABULARY, make_model
-from tests.hf.packed_models import MODELS, NOT_BY_TRL, compare, documents, fresh_state, options
+from tests.hf.packed_models import ALL, MODELS, NOT_BY_TRL, REFUSED, compare, documents, fresh_state, options
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -40,9 +40,9 @@ TAKEN = [name for name in MODELS if name not in NOT_BY_TRL]
 def trainer_of(name, folder, cp_size, **more):
     """On one rank with transformers' eager attention, where that knows documents in all layers."""
     fresh_state()
-    model = make_model(MODELS[name], "eager" if cp_size == 1 and name != "GPT-OSS" else "magi")
+    model = make_model(ALL[name], "eager" if cp_size == 1 and name != "GPT-OSS" else "magi")
     data = Dataset.from_list([{"input_ids": tokens} for tokens in documents()])
-    own = {"packing": True, "max_length": 24, "router_aux_loss_coef": 0.0}
+    own = {"packing": True, "max_length": 24}
     arguments = SFTConfig(**{**options(folder, cp_size), **own, **more})
     return SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer())
 
@@ -55,6 +55,9 @@ def on_ranks(rank, num_ranks, folder):
     parallel = OnCPUs(cp_size=num_ranks)
     with pytest.raises(ValueError, match="Packing is not compatible with context parallelism"):
         trainer_of("Llama", folder, num_ranks, parallelism_config=parallel)
+    for name in REFUSED:
+        with pytest.raises(ValueError, match=r"^model: layers that look at other tokens in another way"):
+            trainer_of(name, folder, num_ranks).train()
     return train(f"{folder}/{rank}", num_ranks)
 
 

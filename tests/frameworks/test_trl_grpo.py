@@ -1,5 +1,6 @@
 """TRL's GRPO trainer: its own over padded rows with eager attention, and the example's over trees, on 1 and 2 ranks."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 import megatron_magi
+from tests.frameworks.page import blocks
 from tests.hf import packed_models
 from tests.hf.models import VOCABULARY, make_model
 from tests.hf.packed_models import fresh_state, options
@@ -104,6 +106,27 @@ def results(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("grpo"))
     make_model("llama").save_pretrained(f"{folder}/model")
     return packed_models.on_two_ranks_and_one(on_ranks, on_one, folder)
+
+
+def test_the_lines_of_the_page_train_with_completions_of_the_model(tmp_path):
+    make_model("llama").save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    lines = blocks("rollouts.md", "## In TRL")[0].replace("my/model", str(tmp_path))
+    quick = {**options(str(tmp_path), 1), "max_completion_length": 6}
+    del quick["per_device_train_batch_size"]
+    names = {"reward": reward, "data": Dataset.from_list([{"prompt": "5 6 7 8"}] * 3)}
+    names["GRPOConfig"] = functools.partial(GRPOConfig, **quick)
+    trainers = []
+    plain = TreeGRPOTrainer.train
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeGRPOTrainer, "train", lambda self: trainers.append(self) or plain(self))
+        fresh_state()
+        try:
+            exec(compile(lines, "rollouts.md", "exec"), names)
+        finally:
+            fresh_state()
+    (trainer,) = trainers
+    assert trainer.state.global_step == 3 and trainer.num_generations == 8
 
 
 def check(got, expected):

@@ -12,6 +12,7 @@ pytest.importorskip("verl", reason="verl is not on the path: make test-framework
 
 import megatron_magi
 from megatron_magi.testing.spawn import run_ranks
+from tests.frameworks.page import blocks
 from tests.hf.models import VOCABULARY, make_model
 
 FOLDER = Path(megatron_magi.__file__).parents[1] / "examples/verl"
@@ -31,14 +32,34 @@ def on_cpus():
     platform_manager.set_platform(type("CPU", (PlatformBase,), own)())
 
 
-def engine_of(folder, attention, sp_size, packed, make):
+def by_the_page():
+    """What the page's first line says of the model, as verl's command line reads it, and the engine that verl takes."""
+    from omegaconf import OmegaConf
+    from verl.workers.config import HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    words = blocks("rollouts.md", "## In verl")[0].splitlines()[0].split()
+    said = OmegaConf.to_container(OmegaConf.from_dotlist([word.removeprefix("+") for word in words]))
+    (model,) = said["actor_rollout_ref"].values()
+    assert model.keys() <= HFModelConfig.__dataclass_fields__.keys()
+
+    def make(*configs):
+        with pytest.MonkeyPatch.context() as patch:  # it has engines for accelerators alone
+            patch.setenv("VERL_ENGINE_DEVICE", "cuda")
+            patch.setenv("VERL_ENGINE_VENDOR", "nvidia")
+            return EngineRegistry.new("language_model", "fsdp2", *configs)
+
+    return model, make
+
+
+def engine_of(folder, said, sp_size, packed, make):
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
     model = HFModelConfig(
         path=folder,
         load_tokenizer=False,
-        override_config={"attn_implementation": attention},
+        **said,
         enable_gradient_checkpointing=False,
         use_remove_padding=packed,
     )
@@ -71,7 +92,7 @@ def batch_of(packed):
     return tu.get_tensordict(rows, non_tensor_dict=said)
 
 
-def update(folder, attention, sp_size, packed, make):
+def update(folder, said, sp_size, packed, make):
     """An actor update by verl's PPO loss: log-probabilities, losses, the norm of gradients, and parameters after it."""
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
@@ -79,7 +100,7 @@ def update(folder, attention, sp_size, packed, make):
     config = FSDPActorConfig(
         strategy="fsdp2", rollout_n=3, ppo_micro_batch_size_per_gpu=3, entropy_coeff=0.1, use_dynamic_bsz=False
     )
-    engine = engine_of(folder, attention, sp_size, packed, make)
+    engine = engine_of(folder, said, sp_size, packed, make)
     rows = []
     engine.module.register_forward_pre_hook(
         lambda _model, _x, named: rows.append(named["input_ids"].numel()), with_kwargs=True
@@ -98,13 +119,14 @@ def update(folder, attention, sp_size, packed, make):
 def on_ranks(_rank, num_ranks, folder):
     on_cpus()
     sys.path.insert(0, str(FOLDER))
-    from fsdp_engine import MagiFSDPEngine
     from verl.workers.engine import FSDPEngineWithLMHead
 
-    out = {"trees": update(folder, "magi", num_ranks, True, MagiFSDPEngine)}
+    said, make = by_the_page()
+    out = {"trees": update(folder, said, num_ranks, True, make)}
     if num_ranks == 1:
-        out["stock"] = update(folder, "eager", 1, False, FSDPEngineWithLMHead)
-        out["packed"] = update(folder, "magi", 1, True, FSDPEngineWithLMHead)
+        eager, magi = ({"override_config": {"attn_implementation": name}} for name in ("eager", "magi"))
+        out["stock"] = update(folder, eager, 1, False, FSDPEngineWithLMHead)
+        out["packed"] = update(folder, magi, 1, True, FSDPEngineWithLMHead)
     return out
 
 

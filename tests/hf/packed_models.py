@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -18,17 +19,31 @@ from megatron_magi.testing.spawn import run_ranks
 from tests.hf.model_types import config_of
 from tests.hf.models import CONFIGS, VOCABULARY, make_model, packed_batch
 
+
+def with_router_losses(config):
+    """In which they are large enough to matter."""
+    config = copy.deepcopy(config)
+    config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+    return config
+
+
 MODELS = {
     "Llama": CONFIGS["llama"],
     "Mistral": CONFIGS["mistral"],
     "Gemma 3": CONFIGS["gemma3"],
-    "GPT-OSS": CONFIGS["gpt_oss"],
-    "Qwen3-MoE": CONFIGS["qwen3_moe"],
+    "GPT-OSS": with_router_losses(CONFIGS["gpt_oss"]),
+    "Qwen3-MoE": with_router_losses(CONFIGS["qwen3_moe"]),
     "Llama 4": CONFIGS["llama4"],
     "MiMo-V2-Flash": config_of("mimo_v2_flash", layer_types=["sliding_attention", "full_attention"]),
     "Granite SWA": config_of("granite_swa", layer_types=["sliding_attention", "full_attention"]),
 }
 """A tiny configuration of each."""
+
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+REFUSED = {"Qwen3-Next": config_of("qwen3_next", **LINEAR), "Qwen3.5": config_of("qwen3_5_text", **LINEAR)}
+"""Of models with layers that need all tokens in their order."""
+
+ALL = {**MODELS, **REFUSED}
 
 NOT_BY_TRL = {"Llama 4"}
 """Text models that TRL's SFTTrainer does not take on one rank either, with any attention."""
@@ -157,7 +172,7 @@ def hidden_states(model, batch):
 def refusal(name):
     """What accelerate's own context parallelism says of a model; empty if it takes it."""
     try:
-        _attach_context_parallel_hooks(make_model(MODELS[name], "eager"))
+        _attach_context_parallel_hooks(make_model(ALL[name], "eager"))
     except ValueError as error:
         return str(error)
     return ""
@@ -166,14 +181,16 @@ def refusal(name):
 def table():
     """Of Markdown."""
     words = {"full_attention": "full", "sliding_attention": "windows", "chunked_attention": "chunks"}
+    words["linear_attention"] = "linear"
     columns = "model", "layers' attention", "accelerate's own context parallelism", "Trainer here", "SFTTrainer here"
     rows = [columns, ["---"] * len(columns)]
-    for name, config in MODELS.items():
+    for name, config in ALL.items():
         parts = sorted({words[kind] for kind in kinds(config)})
         parts += ["sinks"] * any("sinks" in parameter for parameter, _ in make_model(config).named_parameters())
         own = "refuses it" if refusal(name) else "takes it, not packed"
-        by_trl = "not taken by TRL" if name in NOT_BY_TRL else "as one rank"
-        rows.append((name, ", ".join(parts), own, "as one rank", by_trl))
+        here = "refused" if name in REFUSED else "as one rank"
+        by_trl = "not taken by TRL" if name in NOT_BY_TRL else here
+        rows.append((name, ", ".join(parts), own, here, by_trl))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -115,8 +115,6 @@ def refusals(mesh):
     without_mask = context_parallel(make_model("llama"), mesh)
     first = without_mask.model.layers[0]
     first.register_forward_pre_hook(lambda _m, x, named: (x, {**named, "attention_mask": None}), with_kwargs=True)
-    experts = make_model("qwen3_moe")
-    experts.config.output_router_logits = True
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     numbers = RobertaConfig(**sizes, intermediate_size=32, attention_probs_dropout_prob=0.0, is_decoder=True)
     sums = MagiConfig(comm=CommConfig(dsink_all_reduce="sum"))
@@ -144,7 +142,6 @@ def refusals(mesh):
         ),
         "attention_mask: a layer": raises(without_mask, **batch),
         "logits_to_keep": raises(model, **batch, logits_to_keep=1),
-        "output_router_logits": raises(context_parallel(experts, mesh), **batch),
         "attn_implementation": raises(context_parallel, make_model("llama", "sdpa"), mesh),
         "magi_mask": raises(context_parallel(make_model("mistral"), mesh), **batch, magi_mask=builders.causal(53)),
         "dropout": raises(context_parallel(with_dropout(), mesh).train(), **batch),

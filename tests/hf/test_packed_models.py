@@ -12,7 +12,19 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 import megatron_magi
 from tests.hf import packed_models
 from tests.hf.models import make_model
-from tests.hf.packed_models import MODELS, compare, documents, fresh_state, kinds, options, padded, refusal, table
+from tests.hf.packed_models import (
+    ALL,
+    MODELS,
+    REFUSED,
+    compare,
+    documents,
+    fresh_state,
+    kinds,
+    options,
+    padded,
+    refusal,
+    table,
+)
 
 PAGE = Path(megatron_magi.__file__).parents[1] / "docs/hugging_face.md"
 
@@ -32,6 +44,11 @@ def train(folder, cp_size):
 
 
 def on_ranks(rank, num_ranks, folder):
+    for config in REFUSED.values():
+        fresh_state()
+        arguments = TrainingArguments(**options(f"{folder}/{rank}", num_ranks))
+        with pytest.raises(ValueError, match=r"^model: layers that look at other tokens in another way"):
+            Trainer(make_model(config), arguments, DataCollatorWithFlattening(), [{"input_ids": [5, 6]}] * 8).train()
     return train(f"{folder}/{rank}", num_ranks)
 
 
@@ -48,9 +65,9 @@ def test_the_trainer_on_two_ranks_has_the_losses_of_one_and_nothing_unseen_moves
         compare(result[name], one_rank[name])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_accelerates_own_context_parallelism_refuses_what_is_not_full_attention(name):
-    has_full_alone = set(kinds(MODELS[name])) == {"full_attention"}
+    has_full_alone = set(kinds(ALL[name])) == {"full_attention"}
     assert ("does not support attention layers of type" in refusal(name)) == (not has_full_alone)
 
 
