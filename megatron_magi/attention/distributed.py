@@ -14,7 +14,7 @@ from megatron_magi.attention.call_cache import CachedCall, CallTemplate, living
 from megatron_magi.attention.call_signature import AttentionCall, check_inputs, check_sinks, check_static, describe_row
 from megatron_magi.attention.collective_args import cleared, joined_cast, plan_casts
 from megatron_magi.attention.fused_comm import is_alone, pays, program_of, stage_program
-from megatron_magi.attention.head_groups import check_groups, from_groups, sink_of_groups, to_groups
+from megatron_magi.attention.head_groups import check_groups, check_options, from_groups, sink_of_groups, to_groups
 from megatron_magi.attention.sink import reduce_dsink
 from megatron_magi.attention.travel import travel_args
 from megatron_magi.backends.base import Backend
@@ -103,7 +103,7 @@ def distributed_attention(
     group, groups = group_of(group), rank_plan.head_groups
     if groups > 1:
         with told(group, _verifies(config)):
-            check_groups(q, k, v, rank_plan, config, return_max_logits)
+            check_groups(q, k, v, rank_plan)
             check_sinks(sink, sink_layout, q)
         if sink is not None:
             sink = sink_of_groups(sink, sink_layout, q.shape[0], groups)
@@ -143,6 +143,7 @@ def _attend_rows(
         else:
             check_inputs(q, k, v, rank_plan, group)
             check_sinks(sink, sink_layout, q)
+            check_options(rank_plan, config, return_max_logits)
             more = group, config, sink_layout, softmax_scale, softcap, return_max_logits
             with together(q.device):
                 call = _make_call(_template(key, rank_plan, q, k, v, sink, *more), rank_plan)

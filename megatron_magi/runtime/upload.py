@@ -129,33 +129,34 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> Sequence
     Raises:
         RuntimeError: a CUDA graph is being captured, which would refer to memory that may go.
     """
-    device, is_fake = _with_index(torch.device(device)), type(torch.empty(0, device="meta")) is not torch.Tensor
-    if is_fake:  # tensors lie nowhere
-        return pack(arrays).to(device)
-    block = _gathering.block
-    if block is not None and device == block.device:
+    device, block = torch.device(device), _gathering.block
+    if block is not None and _with_index(device) == block.device:
         tensors = block.take(arrays)
         if tensors is not None:
             return tensors
-    if device.type != "cuda":
-        return pack(arrays).to(device)
-    block = _Block(device, max(_places_of(arrays, 0)[1], _ALIGNMENT))
-    tensors = block.take(arrays)
-    block.send()
-    assert tensors is not None
+    packed = pack(arrays)
+    if device.type != "cuda" or type(packed.buffer) is not torch.Tensor:
+        return packed.to(device)
+    with _copying(device) as (current, copies):
+        tensors = packed.to(device)
+        copies.synchronize()
+    if tensors and current is not None:
+        tensors[0].record_stream(current)  # of all: they lie in one block
     return tensors
 
 
 @contextmanager
 def together(device: torch.device) -> Iterator[None]:
     """Uploads to ``device`` inside of it, by this thread, are one copy, which is there when it ends; nothing may read
-    them before. Inside of another it is a part of that. Large ones go by themselves at once.
+    them before. Inside of another it is a part of that. Large ones go by themselves at once; to GPUs all do, unless
+    `TO_GPUS_TOGETHER`.
     """
     if _gathering.block is not None:
         yield
         return
     device = _with_index(device)
-    block = _gathering.block = _Block(device, _rooms.get(device, _LEAST_TOGETHER))
+    room = 0 if device.type == "cuda" and not TO_GPUS_TOGETHER else _rooms.get(device, _LEAST_TOGETHER)
+    block = _gathering.block = _Block(device, room)
     try:
         yield
     finally:
@@ -197,7 +198,8 @@ class _Block:
         """Tensors at which the arrays will be; None if there is no room for them."""
         places, end = _places_of(arrays, self._end)
         self.wanted += end - self._end
-        if end > self.room:
+        is_fake = type(torch.empty(0, device="meta")) is not torch.Tensor  # these lie nowhere
+        if not self.room or end > self.room or is_fake:
             return None
         if not self._memory.numel():
             self._begin()
@@ -237,6 +239,8 @@ class _Gathering(threading.local):
 
 
 _gathering = _Gathering()
+TO_GPUS_TOGETHER = False
+"""Whether uploads to GPUs are gathered: has not run on one yet."""
 _LEAST_TOGETHER, _MOST_TOGETHER = 1 << 16, 1 << 20
 """Bytes of a block. It lives as long as any of the tensors in it."""
 _rooms: dict[torch.device, int] = {}
@@ -265,7 +269,7 @@ def _copying(device: torch.device) -> Iterator[tuple[torch.cuda.Stream | None, A
 
 
 def _with_index(device: torch.device) -> torch.device:
-    if device.type != "cuda" or device.index is not None:
+    if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
         return device
     return torch.device("cuda", torch.cuda.current_device())
 

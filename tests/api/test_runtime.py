@@ -9,7 +9,7 @@ from megatron_magi import api
 from megatron_magi.api.runtime import RuntimeCache
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.config import AttendConfig, MagiConfig, OverlapConfig
-from megatron_magi.cuda import launch_list
+from megatron_magi.cuda import driver, launch_list
 from megatron_magi.mask import builders
 from megatron_magi.runtime import upload
 from megatron_magi.runtime.lru import LruCache
@@ -65,7 +65,8 @@ def test_a_new_mask_copies_the_launches_of_calls_with_another(monkeypatch):
         return api.magi_attn_varlen_key(bounds, bounds, 8, 2, 128, causal=True, dist_attn_config=replace(config))
 
     with recorded(monkeypatch) as (records, memory):
-        make = launch_list.LaunchList.__init__
+        make, note, waiting = launch_list.LaunchList.__init__, driver.Kernel.launch, set()
+        monkeypatch.setattr(driver.Kernel, "launch", lambda *a: (waiting.add(upload._gathering.block), note(*a)))
         monkeypatch.setattr(launch_list.LaunchList, "__init__", lambda *a: (built.append(a), make(*a))[1])
 
         def launches_of(lengths):
@@ -82,6 +83,7 @@ def test_a_new_mask_copies_the_launches_of_calls_with_another(monkeypatch):
         api.clear_cache()
         other, copied = launches_of([70, 200, 242]), launches_of([100, 412])
     assert alone and copied == alone != other
+    assert waiting == {None}, "nothing is launched before its tables are there"
     assert len(built) == 2 * num_built > 0, "once after each time that all was forgotten"
     assert key_of([100, 412]).config is key_of([99, 413]).config
     kept = api.functions._RUNTIMES._templates
