@@ -17,6 +17,8 @@ from setuptools.command.build_py import build_py
 SOURCES = sorted({path.parent.as_posix() for path in Path("csrc").rglob("*.cu*")} | {"csrc", "csrc/attention"})
 
 
+_SOLVER = [f"solver/{part}" for part in ("solver", "counts", "partition", "predict", "travel")]
+
 # The planner in C++, of batches and of tiles, and what queues kernels: plain libraries, loaded by ctypes, which use
 # neither Python's nor torch's ABI: one wheel serves all versions of both. Where they cannot be compiled, a notice says
 # so and Python does the same. Results of the planner must equal Python's, so no a * b + c may be contracted.
@@ -30,7 +32,7 @@ LIBRARIES = [
         optional=True,
     )
     for name, sources in (
-        ("megatron_magi.plan._solver", ("solver/solver", "solver/counts", "solver/partition", "solver/travel")),
+        ("megatron_magi.plan._solver", _SOLVER),
         ("megatron_magi.backends.tiles._tiles", ("solver/tiles",)),
         ("megatron_magi.cuda._calls", ("calls/calls",)),
     )

@@ -249,7 +249,11 @@ class CommConfig:
 
 @dataclass(frozen=True)
 class MagiConfig:
-    """The whole configuration, as one hashable value."""
+    """The whole configuration, as one hashable value.
+
+    Raises:
+        ValueError: parts do not go with each other (`dsink_all_reduce` and `flatten_head_groups`).
+    """
 
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
@@ -261,3 +265,7 @@ class MagiConfig:
         _check_part("overlap", self.overlap, OverlapConfig)
         _check_part("attend", self.attend, AttendConfig)
         _check_part("comm", self.comm, CommConfig)
+        if self.dispatch.flatten_head_groups and self.comm.dsink_all_reduce != "none":
+            raise ValueError(
+                f"dsink_all_reduce: {self.comm.dsink_all_reduce!r} does not go with dispatch.flatten_head_groups"
+            )

@@ -8,7 +8,7 @@ using magi::Int;
 using magi::Ints;
 
 // Must be incremented whenever results or arguments change, so that a library built from other sources is rejected.
-MAGI_EXPORT Int magi_solver_version() { return 7; }
+MAGI_EXPORT Int magi_solver_version() { return 8; }
 
 // Each chunk's rank: largest chunk first to the least loaded rank, then swaps until no load is above `target`.
 MAGI_EXPORT void magi_balance(Int num_chunks, Int cp_size, const Int* area, const Int* capacity, Int target,

@@ -155,9 +155,10 @@ def values_to_compare(key: DistAttnRuntimeKey, compare: Mapping[str, Tensor | in
 
 
 def _planned(runtimes: RuntimeCache, key: DistAttnRuntimeKey, environment: envs.Environment) -> NewKey:
-    """``key`` with its lengths filled in, planned."""
+    """``key`` with its lengths filled in and its configuration shared, planned."""
     runtime = runtimes.planned(key)
     dispatch = runtime.plan.dispatch
     padding = dispatch.padded_seqlen - dispatch.total_seqlen
-    key = replace(key, total_seqlen=dispatch.padded_seqlen, pad_size=padding)
+    config = runtimes.shared_config(key.config)
+    key = replace(key, config=config, total_seqlen=dispatch.padded_seqlen, pad_size=padding)
     return NewKey(key, runtime, environment.plan_cache_size)

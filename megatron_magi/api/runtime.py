@@ -24,6 +24,7 @@ from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.upload import current_device, upload
 
 _INDEX_BYTES = 8
+_MOST_CONFIGS = 64
 
 
 def default_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -135,6 +136,8 @@ class RuntimeCache:
         self._runtimes: LruCache[DistAttnRuntimeKey, KeyRuntime] = LruCache(max_bytes)
         self._at_hand: Mapping[Hashable, Plan] = {}
         self._most_recent: dict[dist.ProcessGroup | None, DistAttnRuntimeKey] = {}
+        self._configs: dict[MagiConfig, MagiConfig] = {}
+        self._templates: dict[tuple, Any] = {}
 
     def __len__(self) -> int:
         return len(self._runtimes)
@@ -155,8 +158,19 @@ class RuntimeCache:
         runtime = self._runtimes.get(key)
         if runtime is None:
             runtime = self.planned(key)
-            self._runtimes.put(key, runtime, runtime.num_bytes)
+            self._keep(key, runtime)
         return runtime
+
+    def _keep(self, key: DistAttnRuntimeKey, runtime: KeyRuntime) -> None:
+        """Keeps a runtime, whose calls share what they can with those of other masks."""
+        self._runtimes.put(key, runtime, runtime.num_bytes)
+        runtime.rank_plan.runtime.templates = self._templates
+
+    def shared_config(self, config: MagiConfig) -> MagiConfig:
+        """The configuration, as the object that keys of an equal one have: calls with them can share what they bind."""
+        if len(self._configs) >= _MOST_CONFIGS:
+            self._configs.clear()
+        return self._configs.setdefault(config, config)
 
     def planned(self, key: DistAttnRuntimeKey) -> KeyRuntime:
         """The runtime of ``key``: that which is there, or a new one, which is not kept."""
@@ -211,7 +225,7 @@ class RuntimeCache:
         if key.config.comm.verify and runtime.plan.cp_size > 1:
             runtime.compare(others)
         self._runtimes.max_items = max_size
-        self._runtimes.put(key, runtime, runtime.num_bytes)
+        self._keep(key, runtime)
         self._most_recent[key.cp_group] = key
         return key
 
@@ -230,3 +244,6 @@ class RuntimeCache:
         self._runtimes.drop(lambda key: group is None or key.cp_group == group)
         for known in [known for known in self._most_recent if group is None or known == group]:
             del self._most_recent[known]
+        of_group = [key for key, call in self._templates.items() if group is None or call.group_ref() is group]
+        for key in of_group:
+            del self._templates[key]

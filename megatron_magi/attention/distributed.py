@@ -14,7 +14,7 @@ from megatron_magi.attention.call_cache import CachedCall, CallTemplate, living
 from megatron_magi.attention.call_signature import AttentionCall, check_inputs, check_sinks, check_static, describe_row
 from megatron_magi.attention.collective_args import cleared, joined_cast, plan_casts
 from megatron_magi.attention.fused_comm import is_alone, pays, program_of, stage_program
-from megatron_magi.attention.head_groups import check_groups, from_groups, sink_of_groups, to_groups
+from megatron_magi.attention.head_groups import check_groups, check_options, from_groups, sink_of_groups, to_groups
 from megatron_magi.attention.sink import reduce_dsink
 from megatron_magi.attention.travel import travel_args
 from megatron_magi.backends.base import Backend
@@ -37,6 +37,7 @@ from megatron_magi.ops.slice_passes import backward_pass, choose_for, forward_pa
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.no_compile import outside_graphs
+from megatron_magi.runtime.upload import together
 from megatron_magi.variables import NATIVE_COLLECTIVES
 
 _DEFAULTS = MagiConfig()
@@ -102,7 +103,7 @@ def distributed_attention(
     group, groups = group_of(group), rank_plan.head_groups
     if groups > 1:
         with told(group, _verifies(config)):
-            check_groups(q, k, v, rank_plan, config, return_max_logits)
+            check_groups(q, k, v, rank_plan)
             check_sinks(sink, sink_layout, q)
         if sink is not None:
             sink = sink_of_groups(sink, sink_layout, q.shape[0], groups)
@@ -137,21 +138,20 @@ def _attend_rows(
         key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)
         known = rank_plan.runtime.calls
         call = known.get(key)
-        is_new = call is None
-        if call is None:
+        if call is not None:
+            _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
+        else:
             check_inputs(q, k, v, rank_plan, group)
             check_sinks(sink, sink_layout, q)
-            template = _make_template(
-                q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits
-            )  # fmt: skip
-            call = _make_call(template, rank_plan)
-        _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
-        if is_new:
-            _make_room(q, k, v, call, rank_plan)
-            if len(known) >= _MOST_CALLS:
-                known.clear()
-            if key is not None:
-                known[key] = call
+            check_options(rank_plan, config, return_max_logits)
+            more = group, config, sink_layout, softmax_scale, softcap, return_max_logits
+            with together(q.device):
+                call = _make_call(_template(key, rank_plan, q, k, v, sink, *more), rank_plan)
+                _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
+                _make_room(q, k, v, call, rank_plan)
+                if call.program is not None:
+                    call.program.prepare_forward(q, k, v, sink, return_max_logits)
+            _keep(known, key, call)
         if call.record.gradient:
             out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call, rank_plan)
         else:
@@ -177,6 +177,27 @@ def _key(q, k, v, sink, group, config: MagiConfig, *options: object) -> tuple | 
         v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
         sink if sink is None else (sink.shape, sink.stride(), sink.dtype, sink.device, sink.requires_grad),
     )  # fmt: skip
+
+
+def _keep(known: dict[tuple, Any], key: tuple | None, value: Any) -> None:
+    """Keeps a value for calls with the same key."""
+    if key is None:
+        return
+    if len(known) >= _MOST_CALLS:
+        known.clear()
+    known[key] = value
+
+
+def _template(key: tuple | None, plan: RankPlan, *of_call: Any) -> CallTemplate:
+    """That of calls with other masks, if there is one; ``of_call``: arguments of `_make_template`."""
+    shared = plan.runtime.templates
+    if shared is None or plan.moves is not None:  # passes may differ in the number of guests
+        return _make_template(*of_call)
+    template = None if key is None else shared.get(key)
+    if template is None:
+        template = _make_template(*of_call)
+        _keep(shared, key, template)
+    return template
 
 
 def _no_group() -> None:

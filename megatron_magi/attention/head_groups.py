@@ -13,8 +13,20 @@ from megatron_magi.operands.options import check_tensor
 from megatron_magi.plan import RankPlan
 
 
-def check_groups(q: Tensor, k: Tensor, v: Tensor, plan: RankPlan, config: MagiConfig, return_max_logits: bool) -> None:
-    """Raises ValueError for tensors and options that cannot be brought into the order of groups."""
+def check_options(plan: RankPlan, config: MagiConfig, return_max_logits: bool) -> None:
+    """Raises ValueError for options that groups do not have; with ``flatten_head_groups`` for masks without groups too,
+    as those of another step may have them.
+    """
+    if return_max_logits and (plan.head_groups > 1 or (config.dispatch.flatten_head_groups and plan.cp_size > 1)):
+        raise ValueError("return_max_logits: not with dispatch.flatten_head_groups, a row has parts on several ranks")
+    if plan.head_groups > 1 and config.comm.dsink_all_reduce != "none":
+        raise ValueError(
+            f"dsink_all_reduce: {config.comm.dsink_all_reduce!r} does not go with dispatch.flatten_head_groups"
+        )
+
+
+def check_groups(q: Tensor, k: Tensor, v: Tensor, plan: RankPlan) -> None:
+    """Raises ValueError for tensors that cannot be brought into the order of groups."""
     groups, rows = plan.head_groups, plan.num_rows // plan.head_groups
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
@@ -26,12 +38,6 @@ def check_groups(q: Tensor, k: Tensor, v: Tensor, plan: RankPlan, config: MagiCo
             raise ValueError(
                 f"{name}: {x.shape[1]} heads, but the plan is for {groups} groups of them; give its key the heads"
             )
-    if return_max_logits:
-        raise ValueError("return_max_logits: not with dispatch.flatten_head_groups, a row has parts on several ranks")
-    if config.comm.dsink_all_reduce != "none":
-        raise ValueError(
-            f"dsink_all_reduce: {config.comm.dsink_all_reduce!r} does not go with dispatch.flatten_head_groups"
-        )
 
 
 def to_groups(x: Tensor, groups: int) -> Tensor:

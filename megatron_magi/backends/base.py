@@ -250,6 +250,9 @@ class Program(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Output, lse and largest logits; None, on all ranks, if the pass must run in stages."""
 
+    def prepare_forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, return_max_logits: bool) -> None:
+        """Prepares the launch of `forward` with such tensors, where that of another mask can be copied."""
+
     def backward(
         self,
         dout: Tensor,

@@ -120,14 +120,22 @@ class _First:
         self.meeting = meeting
         self.last: _Received | None = None
 
-    def board(self, log: CallLog) -> Board | None:
-        """The board, once all ranks have it; waits for the comparison before."""
-        if self.last is not None:
-            with suppress(RuntimeError):  # then its own `wait` raises it
-                self.last.wait(log)
-                self.meeting.learn(self.last.values[:, MAX_VALUES:].tolist())
+    def board(self, log: CallLog, call: int) -> Board | None:
+        """The board, once all ranks have it. Until it is known whether they will, waits for the comparison before, and
+        once for all ranks to begin this one, ``call``.
+        """
+        meeting, last = self.meeting, self.last
+        if last is not None and not meeting.is_over:
             self.last = None
-        return self.meeting.board
+            try:
+                last.wait(log)
+                meeting.learn(last.values[:, MAX_VALUES:].tolist())
+            except RuntimeError:  # its own `wait` raises it
+                meeting.give_up()
+        if meeting.is_open:
+            log.wait(call, meeting.is_settled)  # if it raises, the next comparison waits again
+            meeting.settle()
+        return meeting.board
 
 
 _unread: WeakKeyDictionary[Board, WeakValueDictionary[int, _Received]] = WeakKeyDictionary()
@@ -168,7 +176,7 @@ def start_agreement(
         if log.comparisons is None:
             log.comparisons = _First(Meeting(log.rank, num_ranks, MAX_VALUES))
         first: _First = log.comparisons
-        if (board := first.board(log)) is not None:
+        if (board := first.board(log, call)) is not None:
             return Agreement(_write(board, row, log, call), group, names, log)
         on_gpu, row = _needs_gpu(group), [*row, *first.meeting.numbers()]
         mine = torch.tensor([row], dtype=torch.int64, device="cpu", pin_memory=on_gpu)

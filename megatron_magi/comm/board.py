@@ -22,6 +22,9 @@ NUM_SLOTS = 1024
 """Entries that the memory holds: those of so many consecutive calls."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _WORD = 8
+_READY, _GONE = 1, 2
+_REFUSED = -1
+"""In place of a token: this rank may not map the memory."""
 
 
 class Board:
@@ -40,7 +43,8 @@ class Board:
     def has_room(self, call: int) -> bool:
         """Whether all ranks have read what an entry of ``call`` would replace. Tells them that this rank is there."""
         self._tell(call)
-        return int(self._oldest.min()) > call - NUM_SLOTS
+        replaced = int(self._calls[call % NUM_SLOTS, self._rank])  # 0 for nothing: numbers of calls begin at 1
+        return not replaced or int(self._oldest.min()) > replaced
 
     def old(self, call: int) -> list[int]:
         """Calls that have to be read before an entry of ``call`` is written, so that ranks do not wait for this one."""
@@ -76,8 +80,9 @@ class Board:
 class Meeting:
     """How the ranks of a group come to have a board: by numbers that travel with the first comparisons.
 
-    The first one tells where the memory is, and the next that all ranks have mapped it. Decisions follow from what all
-    ranks have received, so they are the same on all; ranks that are not on one host never have a board.
+    The first one tells where the memory is, and the next that all ranks have mapped it. A rank may fail to receive the
+    latter alone, so each then writes into the memory whether it has: there is a board if all have, and all ranks see
+    the same. Ranks that are not on one host, or may not map the memory of another, never have a board.
 
     Args:
         rank: this rank of the group.
@@ -86,10 +91,13 @@ class Meeting:
 
     Attributes:
         board: once all ranks have it.
+        is_open: this rank has told the others that it has received all numbers, which say that all have the memory.
+        is_over: it is known whether there will be a board.
     """
 
     def __init__(self, rank: int, num_ranks: int, num_values: int) -> None:
         self._shape, self.board = (rank, num_ranks, num_values), None
+        self.is_open = self.is_over = False
         self._host, self._token, self._mapped, self._place = _host(), 0, 0, (0, 0)
         self._memory: np.ndarray | None = None
         self._close: Callable[[], object] | None = None
@@ -105,20 +113,45 @@ class Meeting:
     def learn(self, numbers: Sequence[Sequence[int]]) -> None:
         """Takes the numbers of all ranks."""
         _, token, _, process, descriptor = numbers[0]
-        if not token or any(row[0] != self._host for row in numbers):
-            return
-        if all(row[2] == token for row in numbers):
-            assert self._memory is not None
-            self.board = Board(self._memory[1:], *self._shape)
-            if self._close is not None:
-                self._close()
+        if not token or any(row[0] != self._host or row[2] == _REFUSED for row in numbers):
+            self._end()
+        elif all(row[2] == token for row in numbers):
+            self._states[self._shape[0]] = _READY
+            self.is_open = True
         elif self._mapped != token:
             self._map(token, process, descriptor)
+
+    def give_up(self) -> None:
+        """Tells the others that this rank has not received their numbers, and compares otherwise from now on."""
+        if self._memory is not None:
+            self._states[self._shape[0]] = _GONE
+            self._end()
+
+    def is_settled(self) -> bool:
+        """Whether all ranks have told if they have received the numbers."""
+        return bool(self._states.all())
+
+    def settle(self) -> None:
+        """Makes the board if all ranks have."""
+        if (self._states == _READY).all():
+            assert self._memory is not None
+            self.board = Board(self._memory[1 + self._shape[1] :], *self._shape)
+        self._end()
+
+    def _end(self) -> None:
+        self.is_open, self.is_over = False, True
+        if self._close is not None:
+            self._close()
+
+    @property
+    def _states(self) -> np.ndarray:
+        assert self._memory is not None
+        return self._memory[1 : 1 + self._shape[1]]
 
     @property
     def _num_words(self) -> int:
         _, num_ranks, num_values = self._shape
-        return 1 + num_ranks + NUM_SLOTS * num_ranks * (1 + num_values)
+        return 1 + 2 * num_ranks + NUM_SLOTS * num_ranks * (1 + num_values)
 
     def _create(self) -> None:
         """Makes memory that has no name, so that nothing is left of it once no process has it."""
@@ -132,6 +165,7 @@ class Meeting:
 
     def _map(self, token: int, process: int, descriptor: int) -> None:
         """Maps the memory of rank 0, if this process may."""
+        self._mapped = _REFUSED
         with suppress(OSError, ValueError):
             own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
             try:

@@ -23,6 +23,7 @@ from megatron_magi.operands.merge import accumulate_dtype
 from megatron_magi.runtime.upload import upload
 
 _BITS = 8
+_COUNT_SHIFT = 31
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,28 +259,33 @@ def _all_to_all(received: Tensor, send: Tensor, count: int, places: KeyPlaces, g
 class OverflowWatch:
     """Tells the host that rows did not fit, without waiting for the device.
 
-    A number on the device is set by calls, also in replays of a CUDA graph, and copied to the host; a later call finds
-    it there.
+    Calls, also those of replayed CUDA graphs, are counted on the device. The last one whose rows did not fit is copied
+    to the host with the number of its rows, as one word; a later call finds it there. Calls that are queued when the
+    host finds it copy it again, which the count tells from another.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._most = torch.zeros(1, dtype=torch.int32, device=device)
-        self._seen = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        self._count, self._last = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self._taken = 0
 
     def note(self, requests: Requests) -> None:
         """Remembers the number of rows that were selected, if there were too many."""
         assert requests.most is not None
-        excess = requests.most.masked_fill(requests.most <= requests.capacity, 0)
-        torch.maximum(self._most, excess.view(1), out=self._most)
-        self._seen.copy_(self._most, non_blocking=True)
+        self._count.add_(1)
+        most = requests.most.view(1)
+        self._last.copy_(torch.where(most > requests.capacity, (self._count << _COUNT_SHIFT) | most, self._last))
+        self._seen.copy_(self._last, non_blocking=True)
 
     def take(self) -> int:
-        """The most rows that were selected in a call where they did not fit, as far as the host knows; 0 for none."""
+        """The rows that were selected in the last call where they did not fit, as far as the host knows; 0 if there is
+        none that was not taken before.
+        """
         found = int(self._seen)
-        if found:
-            self._seen.zero_()
-            self._most.zero_()
-        return found
+        if found <= self._taken:
+            return 0
+        self._taken = found
+        return found & ((1 << _COUNT_SHIFT) - 1)
 
 
 _watches: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, OverflowWatch]] = WeakKeyDictionary()

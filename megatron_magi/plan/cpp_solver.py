@@ -19,7 +19,7 @@ from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.traffic import Start, Traffic
 from megatron_magi.runtime import cpp_library
 
-_VERSION = 7
+_VERSION = 8
 """Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
 _Int = ctypes.c_int64
 

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.config import DispatchConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
-from megatron_magi.plan import cpp_partition, cpp_solver
+from megatron_magi.plan import cpp_partition, cpp_predict, cpp_solver
 from megatron_magi.plan.affinity import affinity
 from megatron_magi.plan.chunks import chunk_areas
 from megatron_magi.plan.counts import count_all
@@ -93,11 +93,12 @@ def predictions(
     ranks_per_node: int | None = None,
 ) -> dict[str, Prediction]:
     """The predicted step of each candidate; arguments as in `assign_chunks`."""
-    rates, counts = config.rates or DEFAULT, cpp_solver.count_all if cpp_solver.chosen(config.planner) else count_all
+    rates, use_cpp = config.rates or DEFAULT, cpp_solver.chosen(config.planner)
+    counts, predicts = (cpp_solver.count_all, cpp_predict.predict_all) if use_cpp else (count_all, predict_all)
     node, lengths = ranks_per_node or rates.ranks_per_node, np.diff(bounds)
     counted = counts(mask, bounds, np.stack(list(found.values())), cp_size, node)
     rows = [int(sum_by_rank(rank, lengths, cp_size).max()) for rank in found.values()]
-    return dict(zip(found, predict_all(counted, rows, rates, overlap), strict=True))
+    return dict(zip(found, predicts(counted, rows, rates, overlap), strict=True))
 
 
 def fastest(found: dict[str, Prediction]) -> str:

@@ -12,7 +12,7 @@ from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.checks import int_at_least
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
-from megatron_magi.plan import cpp_partition, cpp_solver
+from megatron_magi.plan import cpp_partition, cpp_predict, cpp_solver
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.degree import choose_degree
 from megatron_magi.plan.dispatch import assign_chunks
@@ -95,7 +95,8 @@ class Plan:
             own_area, fetched_area = areas_by_place(self._part)
         self._use_cpp = use_cpp
         self._area = own_area + fetched_area
-        self.degree = choose_degree(own_area, fetched_area, self._part.remote_rows, overlap, config.dispatch.rates)
+        chooses = cpp_predict.choose_degree if use_cpp else choose_degree
+        self.degree = chooses(own_area, fetched_area, self._part.remote_rows, overlap, config.dispatch.rates)
         self._stages = split_stages(self._part, self.degree)
         self._transfers = TransferTable(self._part, self._stages, ranks_per_node, use_cpp)
         self.schedule: Schedule = make_schedule(

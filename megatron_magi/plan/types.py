@@ -167,6 +167,7 @@ class Runtime:
 
     Attributes:
         calls: `attention.call_cache.Call` by cache key.
+        templates: what calls share with those of other plans, likewise; None for a plan that shares nothing.
         casts: by device, arguments of the collectives, one for each stage (`attention.collective_args.plan_casts`).
         moves: by device, arguments of the collectives for queries of other ranks (`attention.travel.travel_args`).
         joined_casts: by device, arguments of the collective for the rows of all stages (`joined_cast` there).
@@ -178,6 +179,7 @@ class Runtime:
     """
 
     calls: dict[tuple, Any] = field(default_factory=dict)
+    templates: dict[tuple, Any] | None = None
     casts: dict[Any, tuple] = field(default_factory=dict)
     moves: dict[Any, Any] = field(default_factory=dict)
     joined_casts: dict[Any, Any] = field(default_factory=dict)

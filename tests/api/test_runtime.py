@@ -1,11 +1,19 @@
 """Plans behind keys: what is kept, and what is made when."""
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 
 from megatron_magi import api
 from megatron_magi.api.runtime import RuntimeCache
-from megatron_magi.config import MagiConfig, OverlapConfig
+from megatron_magi.backends.sm90 import plan as hopper_plan
+from megatron_magi.config import AttendConfig, MagiConfig, OverlapConfig
+from megatron_magi.cuda import driver, launch_list
 from megatron_magi.mask import builders
+from megatron_magi.runtime import upload
+from megatron_magi.runtime.lru import LruCache
+from tests.backends.sm90.launch_records import recorded
 
 
 def keys(num_keys, total=4096):
@@ -45,3 +53,40 @@ def test_the_bytes_of_a_runtime_cover_its_index_tensors():
     cache.clear()
     assert cache.num_bytes == 0 and len(cache) == 0
     api.clear_cache()
+
+
+def test_a_new_mask_copies_the_launches_of_calls_with_another(monkeypatch):
+    """By keys alone: whoever makes one in each step binds launches once; and they are those of the mask itself."""
+    config, built = MagiConfig(attend=AttendConfig(impl="ffa")), []
+    monkeypatch.setattr(upload, "_MOST_TOGETHER", upload._LEAST_TOGETHER)  # blocks of one size
+
+    def key_of(lengths):
+        bounds = np.cumsum([0, *lengths])
+        return api.magi_attn_varlen_key(bounds, bounds, 8, 2, 128, causal=True, dist_attn_config=replace(config))
+
+    with recorded(monkeypatch) as (records, memory):
+        make, note, waiting = launch_list.LaunchList.__init__, driver.Kernel.launch, set()
+        monkeypatch.setattr(driver.Kernel, "launch", lambda *a: (waiting.add(upload._gathering.block), note(*a)))
+        monkeypatch.setattr(launch_list.LaunchList, "__init__", lambda *a: (built.append(a), make(*a))[1])
+
+        def launches_of(lengths):
+            monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30))  # tables are made again
+            q, k, v = (torch.zeros(512, heads, 128, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2))
+            memory.name({"q": q, "k": k, "v": v})
+            records.clear()
+            out, _ = api.calc_attn(q, k, v, key_of(lengths))
+            torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+            return list(records)
+
+        api.clear_cache()
+        alone, num_built = launches_of([100, 412]), len(built)
+        api.clear_cache()
+        other, copied = launches_of([70, 200, 242]), launches_of([100, 412])
+    assert alone and copied == alone != other
+    assert waiting == {None}, "nothing is launched before its tables are there"
+    assert len(built) == 2 * num_built > 0, "once after each time that all was forgotten"
+    assert key_of([100, 412]).config is key_of([99, 413]).config
+    kept = api.functions._RUNTIMES._templates
+    assert len(kept) == 1
+    api.clear_cache()
+    assert not kept

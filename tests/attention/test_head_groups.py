@@ -147,6 +147,32 @@ def test_what_groups_cannot_do_is_refused_by_name_on_all_ranks(ranks) -> None:
         assert "q: 3 heads" in alone and (rank == 1 or "rank 1 of the group" in alone), alone
 
 
+def run_without_groups(rank: int, num_ranks: int) -> list[str]:
+    be_quick()
+    config = MagiConfig(DispatchConfig(flatten_head_groups=True), attend=AttendConfig(impl="torch"))
+    plan = make_plan(cs.documents([64]), config, num_ranks).for_rank(rank)
+    x = torch.ones(plan.num_rows, 2, 8)
+
+    def call(**options) -> None:
+        distributed_attention(x, x, x, plan, dist.group.WORLD if num_ranks > 1 else None, config=config, **options)
+
+    call()
+    found = outcome(call, return_max_logits=True)[0]
+    call()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_largest_logits_are_refused_with_groups_of_heads_whether_a_mask_has_them_or_not(ranks, num_ranks) -> None:
+    for found in ranks(num_ranks, run_without_groups):
+        assert found.startswith("ValueError: return_max_logits: not with" if num_ranks > 1 else "no error"), found
+
+
+def test_a_sum_of_the_sinks_gradient_is_refused_where_the_configuration_is_made() -> None:
+    with pytest.raises(ValueError, match=r"^dsink_all_reduce: 'sum' does not go with dispatch.flatten_head_groups"):
+        MagiConfig(DispatchConfig(flatten_head_groups=True), comm=CommConfig(dsink_all_reduce="sum"))
+
+
 def test_tables_of_prepared_batches_are_for_the_heads_of_a_group(monkeypatch) -> None:
     case = cs.Case(cs.documents([64]))
     plan, seen = plans_of(case, 2)[0].for_rank(0), []

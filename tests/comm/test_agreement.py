@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import time
+from contextlib import suppress
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -193,10 +198,12 @@ def fail_before(rank, num_ranks, num_first):
     return found + [message_of(rank, num_ranks, [i, i]) for i in range(4)]
 
 
-@pytest.mark.parametrize("num_first", [0, 1, 2, 4])
-def test_a_rank_that_raises_before_a_comparison_is_named_on_all(ranks, num_first):
+@pytest.mark.parametrize(("num_first", "has_begun"), [(0, True), (1, True), (2, False), (4, True)])
+def test_a_rank_that_raises_before_a_comparison_is_named_on_all(ranks, num_first, has_begun):
+    """In the third one ranks first wait for each other, so that none has sent anything and the group can go on."""
     told = "plan: rank 1 of the group (global rank 1) raised ValueError: lengths: wrong"
-    assert ranks(2, fail_before, num_first) == [[told] * 5, ["lengths: wrong", *[told] * 4]]
+    later = [told if has_begun else None] * 4
+    assert ranks(2, fail_before, num_first) == [[told, *later], ["lengths: wrong", *later]]
 
 
 def pretend_other_hosts(rank, num_ranks):
@@ -209,3 +216,103 @@ def pretend_other_hosts(rank, num_ranks):
 
 def test_ranks_of_several_hosts_compare_by_collectives(ranks):
     assert "Board" not in ranks(2, pretend_other_hosts)
+
+
+def compare_while_one_is_late(rank, num_ranks, num_hosts, num_between):
+    """Seconds that the first rank takes to start two comparisons, while the other sleeps before."""
+    with mock.patch.object(board, "_host", return_value=rank % num_hosts + 1):
+        for i in range(4):
+            start_agreement(i, None, "plan").wait()
+        for _ in range(num_between):
+            with log_of(dist.group.WORLD):
+                pass
+        if rank == 1:
+            time.sleep(1.0)
+        begin = time.monotonic()
+        started = [start_agreement(i, None, "plan") for i in (5, 6)]
+        took, way = time.monotonic() - begin, type(started[0]._received.done).__name__
+        assert [one.values() for one in started] == [[5] * num_ranks, [6] * num_ranks]
+    return took, way
+
+
+@pytest.mark.parametrize(("num_hosts", "num_between"), [(1, 0), (1, 2 * NUM_SLOTS + 7), (2, 0)])
+def test_starting_a_comparison_waits_for_no_other_rank(ranks, num_hosts, num_between):
+    """However many calls of other kinds came between, by which entries are numbered; and by collectives too."""
+    (took, way), _ = ranks(2, compare_while_one_is_late, num_hosts, num_between)
+    assert took < 0.7 and (way == "Board") == (num_hosts == 1)
+
+
+def fail_alone(rank, num_ranks, failing):
+    """Rank 1 does not receive the values of one of the first comparisons, which the others do; then all go on."""
+    be_quick()
+    real, found = agreement._Received._await, []
+
+    def lose(self, log, done):
+        real(self, log, done)
+        raise RuntimeError("lost")
+
+    for i in range(6):
+        one = start_agreement(10 * i, None, "plan", {"a": rank if i == 5 else 1})
+        way = type(one._received.done).__name__
+        with mock.patch.object(agreement._Received, "_await", lose if rank == 1 and i == failing else real):
+            try:
+                one.wait()
+                found.append("")
+            except RuntimeError as error:
+                found.append(str(error).partition(":")[0])
+    return found, way
+
+
+@pytest.mark.parametrize(("failing", "has_board"), [(0, True), (1, False), (2, None)])
+def test_ranks_compare_in_one_way_though_one_alone_has_not_received_where_they_meet(ranks, failing, has_board):
+    (first, way), (second, of_second), (third, of_third) = ranks(3, fail_alone, failing)
+    assert first == third == [""] * 5 + ["a"]
+    assert second == ["lost" if i == failing else "" for i in range(5)] + ["a"]
+    assert way == of_second == of_third
+    assert has_board is None or (way == "Board") == has_board
+
+
+def may_not_map(rank, num_ranks):
+    attempts, real = [], board.os.open
+
+    def refuse(path, *options):
+        if str(path).startswith("/proc/"):
+            attempts.append(path)
+            raise PermissionError
+        return real(path, *options)
+
+    with mock.patch.object(board.os, "open", refuse if rank == 1 else real):
+        for i in range(6):
+            one = start_agreement(i, None, "plan")
+            way = type(one._received.done).__name__
+            one.wait()
+    return way, len(attempts), log_of(dist.group.WORLD).comparisons.meeting.is_over
+
+
+def test_ranks_that_may_not_map_the_memory_of_another_compare_by_collectives_and_ask_once(ranks):
+    (way, none, over), (of_second, once, also) = ranks(2, may_not_map)
+    assert way == of_second != "Board" and (none, once) == (0, 1) and over and also
+
+
+def descriptors(rank, num_ranks):
+    """Open descriptors of the memory, and mappings of it, after groups have come and gone."""
+    for _ in range(3):
+        group = dist.new_group(list(range(num_ranks)))
+        for i in range(5):
+            start_agreement(i, group, "plan").wait()
+        log = log_of(group)
+        assert log.comparisons.meeting.board is not None
+        dist.destroy_process_group(group)
+        log.close()
+        del group, log
+    gc.collect()
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the list itself
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in [*links, *maps] if "memfd:megatron_magi" in line]
+
+
+def test_memory_of_groups_that_are_gone_is_given_back(ranks):
+    assert ranks(2, descriptors) == [[], []]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import struct
 import time
@@ -21,6 +22,7 @@ from megatron_magi.comm.impl import native
 from megatron_magi.comm.peer_tables import CHUNK_ROWS, PeerRows
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.cuda import build as cuda_build
+from megatron_magi.cuda import driver
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm import peer_simulation as simulation
 from tests.comm.random_transfers import Transfers, check_casts, random_tensor
@@ -396,11 +398,24 @@ def test_a_rank_that_does_not_come_is_named_its_rows_are_nan_and_nothing_hangs(w
     run_ranks(stay_away, num_ranks, width, sums, backend="nccl", timeout_s=60)
 
 
-def free_mb():
+def allocation_at(address):
+    """Begin and bytes of the allocation or mapping of this process that holds an address; None if there is none.
+
+    Free memory of the device would not do: other processes on it allocate and free theirs.
+    """
+    begin, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
+    status = driver._libcuda().cuMemGetAddressRange_v2(
+        ctypes.byref(begin), ctypes.byref(num_bytes), ctypes.c_uint64(address)
+    )
+    return None if status else (begin.value, num_bytes.value)
+
+
+def memory_of_groups(rank):
+    """Allocations of all groups of this process by their address, and the bytes of this rank's own."""
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0] / 1e6
+    shared = [x for x in gc.get_objects() if type(x) is peers.Shared]
+    found = {address: allocation_at(address) for x in shared for address in x.addresses}
+    return found, sum(found[x.addresses[rank]][1] for x in shared if found[x.addresses[rank]] is not None)
 
 
 def end_a_group(rank, num_ranks):
@@ -409,7 +424,7 @@ def end_a_group(rank, num_ranks):
     x = torch.randn(3000, 4096, device="cuda")
     expected = [y.clone() for y in group_cast([x], args, impl="all_to_all").wait()]
     dist.barrier()
-    before = free_mb()
+    before, _ = memory_of_groups(rank)
     groups = [dist.new_group(list(range(num_ranks))) for _ in range(3)]
     for turn in range(4):
         if rank == 1:
@@ -418,15 +433,17 @@ def end_a_group(rank, num_ranks):
         for handle in handles:
             assert same_bits(handle.wait()[0], expected[0])
     del handles, handle
-    held = free_mb()
-    assert before - held > 3 * 60
+    held, own_bytes = memory_of_groups(rank)
+    held = {address: found for address, found in held.items() if address not in before}
+    assert own_bytes > 3 * 60e6 and len(held) == 3 * 2 * num_ranks and all(held.values())
     for group in groups:
         dist.destroy_process_group(group)
     del group, groups
     gc.collect()
     dist.barrier()
     peers._give_back_what_all_have_left()
-    assert not peers._left and before - free_mb() < 30 and len(args.launches) == 0
+    assert not peers._left and len(args.launches) == 0
+    assert not [address for address, found in held.items() if allocation_at(address) == found]
     assert same_bits(group_cast([x], args, impl="native").wait()[0], expected[0])
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm import selected_rows
-from megatron_magi.comm.selected_rows import KeyPlaces, exchange_requests, fetch
+from megatron_magi.comm.selected_rows import KeyPlaces, OverflowWatch, Requests, exchange_requests, fetch
 from megatron_magi.operands.selected_blocks import BlockTables, PackedBlocks, Run, listed, packed_rows
 from megatron_magi.operands.sparse_pattern import SparsePattern
 
@@ -85,3 +85,37 @@ def test_no_number_is_read_by_the_host(monkeypatch, form, causal):
     assert found.shape[0] == packed.block.shape[1] * 8
     assert torch.autograd.grad(found.sum(), source)[0].shape == source.shape
     assert len(packed.launches(pattern)) == (len(runs) if causal else 1)
+
+
+def requests_of(most: int, device: str, capacity: int = 10) -> Requests:
+    return Requests(None, capacity, None, None, None, torch.tensor(most, dtype=torch.int32, device=device))
+
+
+def test_an_overflow_is_told_once_though_calls_queued_meanwhile_copy_it_again():
+    watch = OverflowWatch(torch.device("cpu"))
+    watch.note(requests_of(10, "cpu"))
+    assert watch.take() == 0
+    for most in (12, 2**31 - 1):
+        watch.note(requests_of(most, "cpu"))
+        on_device = watch._seen.clone()
+        assert watch.take() == most and watch.take() == 0
+        watch._seen.copy_(on_device)  # as by a call that was queued before the host took it
+        assert watch.take() == 0
+        watch.note(requests_of(3, "cpu"))
+        assert watch.take() == 0
+    watch.note(requests_of(12, "cpu"))
+    watch.note(requests_of(11, "cpu"))
+    watch.note(requests_of(4, "cpu"))
+    assert watch.take() == 11
+
+
+@pytest.mark.gpu
+def test_an_overflow_that_the_host_has_taken_is_not_told_by_calls_that_were_queued_before():
+    watch = OverflowWatch(torch.device("cuda"))
+    watch.note(requests_of(12, "cuda"))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    watch.note(requests_of(3, "cuda"))
+    assert watch.take() == 12
+    torch.cuda.synchronize()
+    assert watch.take() == 0

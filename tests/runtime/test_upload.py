@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.runtime.upload import upload
+from megatron_magi.runtime import upload as module
+from megatron_magi.runtime.upload import together, upload, when_there
 
 CYCLES = 200_000_000
 """Of the clock: about a tenth of a second."""
@@ -23,6 +24,63 @@ def test_arrays_arrive_as_they_are(device):
         assert tensor.device.type == device and tensor.shape == array.shape
         np.testing.assert_array_equal(tensor.cpu().numpy(), array)
     assert not len(upload([], device))
+
+
+on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@on_both
+def test_arrays_that_go_together_are_one_copy_and_large_ones_go_alone(device, monkeypatch):
+    monkeypatch.setattr(module, "_rooms", {})
+    monkeypatch.setattr(module, "TO_GPUS_TOGETHER", True)
+    for turn in range(3):
+        large, told = np.arange(20_000) + turn, []
+        with together(torch.device(device)):
+            found = [(seed, upload(some_arrays(turn + seed), device)) for seed in range(3)]
+            with together(torch.device(device)):
+                alone = upload([large], device)[0]
+            when_there(lambda told=told: told.append("later"))
+            assert not told
+        assert told == ["later"]
+        for seed, tensors in found:
+            for array, tensor in zip(some_arrays(turn + seed), tensors, strict=True):
+                np.testing.assert_array_equal(tensor.cpu().numpy(), array)
+        np.testing.assert_array_equal(alone.cpu().numpy(), large)
+        blocks = {t.untyped_storage().data_ptr() for t in (*(tensors[0] for _, tensors in found), alone)}
+        assert len(blocks) == (2 if turn == 0 else 1), "the next time there is room for all"
+    when_there(lambda: told.append("now"))
+    assert told == ["later", "now"]
+
+
+@pytest.mark.gpu
+def test_uploads_to_a_gpu_go_by_themselves_at_once():
+    with together(torch.device("cuda")):
+        found = upload(some_arrays(), "cuda")
+        np.testing.assert_array_equal(found[0].cpu().numpy(), some_arrays()[0])
+    assert module._gathering.block is None
+
+
+def test_what_goes_together_arrives_though_an_error_ends_it():
+    class FakeCuda(module._Block):
+        """On a device of its own, as a GPU's memory is."""
+
+        def _begin(self):
+            super()._begin()
+            self._staging = torch.empty(self.room, dtype=torch.uint8)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_Block", FakeCuda)
+        found = []
+
+        def fails():
+            with together(torch.device("cpu")):
+                found.append(upload(some_arrays(), "cpu"))
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fails()
+    for array, tensor in zip(some_arrays(), found[0], strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), array)
 
 
 @pytest.mark.gpu

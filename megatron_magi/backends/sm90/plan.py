@@ -24,7 +24,7 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.operands.frozen import FrozenMemo
 from megatron_magi.runtime.graph_capture import is_capturing
 from megatron_magi.runtime.lru import LruCache
-from megatron_magi.runtime.upload import upload
+from megatron_magi.runtime.upload import upload, when_there
 
 _MAX_PLANS = 256
 _MAX_BYTES = 256 << 20  # of device memory
@@ -311,8 +311,8 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
     plan = _prepared.get(key) or _plans.get(key)
     if plan is None:
         host = make_host_plan(bands, tiling)
-        plan = DevicePlan(host.without_table(), *upload([host.table], device))
-        _plans.put(key, plan, plan.memory.nbytes)
+        plan = made = DevicePlan(host.without_table(), *upload([host.table], device))
+        when_there(lambda: _plans.put(key, made, made.memory.nbytes))
     return plan
 
 

@@ -36,6 +36,7 @@ from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.profiling import profiled_backward_calls, profiled_forward_calls
 from megatron_magi.runtime.lru import LruCache, Use
+from megatron_magi.runtime.upload import together
 
 MAX_BYTES, MAX_LISTS = 512 << 20, 1024
 _bound: LruCache[tuple, BoundLaunches] = LruCache(MAX_BYTES, MAX_LISTS)
@@ -216,8 +217,8 @@ class LaunchProgram:
         """
         if self.remote is not None and not self.remote.forward_pays(k, v):
             return None
-        stream, of_call = current_stream(q.device), (return_max_logits, 0 if sink is None else sink.dim())
-        known = self._direct((stream, *of_call, q.stride(), k.stride(), v.stride()), (q, k, v))
+        key = self._forward_key(q, k, v, sink, return_max_logits)
+        known = self._direct(key, (q, k, v))
         rows_k, rows_v = k, v
         if known is None:
             q, k, v = loadable(q), loadable(k), loadable(v)
@@ -225,15 +226,16 @@ class LaunchProgram:
         num_rows, num_heads, _ = q.shape
         out = q.new_empty(num_rows, num_heads, v.shape[2])  # passing the shape as a tuple takes twice the host time
         lse = q.new_empty(num_rows, num_heads, dtype=torch.float32)
+        given, max_logits = sink, None
         if sink is not None:
             sink = sink_lse(sink, torch.float32).expand(lse.shape)
-        max_logits = None
         if return_max_logits:
             max_logits = torch.full((num_heads,), -torch.inf, dtype=torch.float32, device=q.device)
         if known is None:
-            key = (stream, *of_call, q.stride(), k.stride(), v.stride())
             inputs, output = ForwardInputs(q, k, v, sink), ForwardOutput(out, lse, max_logits=max_logits)
-            known = self._known(key, LaunchProgram._make_forward, inputs, (rows_k, rows_v), output, options, stream)
+            of_call = inputs, (rows_k, rows_v), output, options, key[0]
+            key = self._forward_key(q, k, v, given, return_max_logits)
+            known = self._known(key, LaunchProgram._make_forward, *of_call)
         if known is None:
             return None
         of_keys, scratch = (), None
@@ -248,6 +250,15 @@ class LaunchProgram:
         rest = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *more
         _attend(known.queue, (*of_keys, *rest), q, v, self.bands)
         return out, lse, max_logits
+
+    def prepare_forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, return_max_logits: bool) -> None:
+        """Prepares the launch of `forward` with such tensors, where that of another mask can be copied."""
+        if self.remote is not None and not self.remote.forward_pays(k, v):
+            return
+        key = self._forward_key(q, k, v, sink, return_max_logits)
+        maker = self.makers.get(key)
+        if maker is not None:
+            self.make(key, maker)
 
     def forward_stage(self, inputs: ForwardInputs, output: ForwardOutput, options: AttnOptions) -> None:
         """Writes attention to ``output``, or merges it into that.
@@ -376,6 +387,11 @@ class LaunchProgram:
             targets.finish(grads, buffers, has_dq=part.is_last)
 
     @staticmethod
+    def _forward_key(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, return_max_logits: bool) -> tuple:
+        of_sink = 0 if sink is None else sink.dim()
+        return current_stream(q.device), return_max_logits, of_sink, q.stride(), k.stride(), v.stride()
+
+    @staticmethod
     def _backward_key(stream: int, tensors: Sequence[Tensor], wants_delta: bool) -> tuple:
         return stream, wants_delta, *[t.stride() for t in tensors]
 
@@ -394,7 +410,8 @@ class LaunchProgram:
         """The launches of a layout; made if there are none or they are no longer valid."""
         known = self.bound.get(key)
         if known is None or not known.holds():
-            known = self.make(key, self.makers.get(key) or _maker(make, of_call))
+            with together(of_call[0].q.device):
+                known = self.make(key, self.makers.get(key) or _maker(make, of_call))
         return known
 
     def make(self, key: tuple, maker: Maker) -> BoundLaunches | None:

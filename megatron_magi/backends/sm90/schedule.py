@@ -197,15 +197,14 @@ def _schedule(work: _Work, division: _Division) -> Schedule:
     heads = range(0, heads_kv * group, width)
     *sections, split = _sections([tiles[tiles < num_split] for tiles in documents], costs) or [split]
     alone = len(heads) - _heads_together(costs[np.sort(split)], len(heads), num_sms)
-    parts = [_section(unsplit, [head], group) for head in work.first_heads]
-    parts += [_by_head(tiles, heads, width) for tiles in sections]
+    parts = [_by_head([unsplit], work.first_heads, group), _by_head(sections, heads, width)]
     of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
     of_heads = np.zeros((alone, 1, 4), dtype=np.int64)
     of_heads[:, 0, 1] = heads[:alone]
     parts.append((of_first + of_heads).reshape(-1, 4))
     parts.append(_section(np.sort(split), heads[alone:], width))
-    heads_at_once = [[head] for head in work.first_heads] if width < group else [work.first_heads]
-    of_short = [_section(short, some, group) for some in heads_at_once] + [_section(last, work.first_heads, group)]
+    apart = _by_head([short], work.first_heads, group) if width < group else _section(short, work.first_heads, group)
+    of_short = [apart, _section(last, work.first_heads, group)]
     parts = [*parts, *of_short] if ends_short else [*of_short, *parts]
     items = np.concatenate(parts)
     if width < group and num_split == len(place) and not piece:
@@ -227,13 +226,15 @@ def _documents(tiles: np.ndarray, starts: np.ndarray, costs: np.ndarray) -> list
 
 def _sections(documents: list[np.ndarray], costs: np.ndarray) -> list[np.ndarray]:
     """Documents with tiles, long ones divided into equal sections, by decreasing cost."""
-    runs = [
-        run
-        for tiles in documents
-        if len(tiles)
-        for run in np.array_split(tiles, -(-len(tiles) // tuning.SECTION_TILES))
-    ]
-    return sorted(runs, key=lambda run: -int(costs[run].sum()))
+    runs = []
+    for tiles in documents:
+        count = -(-len(tiles) // tuning.SECTION_TILES)
+        runs += np.array_split(tiles, count) if count > 1 else [tiles][:count]
+    if not runs:
+        return []
+    ends = np.cumsum([len(run) for run in runs])
+    work = np.add.reduceat(costs[np.concatenate(runs)], np.append(0, ends[:-1]))
+    return [runs[at] for at in np.argsort(-work, kind="stable").tolist()]
 
 
 def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
@@ -244,11 +245,16 @@ def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
     return items
 
 
-def _by_head(tiles: np.ndarray, first_heads: Sequence[int], num_heads: int) -> np.ndarray:
-    """Items of some tiles and heads, head by head."""
-    items = np.zeros((len(tiles) * len(first_heads), 4), dtype=np.int64)
-    items[:, 0] = np.tile(tiles, len(first_heads))
-    items[:, 1] = np.repeat(np.asarray(first_heads, dtype=np.int64) + (num_heads << 16), len(tiles))
+def _by_head(sections: Sequence[np.ndarray], first_heads: Sequence[int], num_heads: int) -> np.ndarray:
+    """Items of the tiles of sections, one section after the other, each head by head."""
+    heads = np.asarray(first_heads, dtype=np.int64) + (num_heads << 16)
+    lengths = np.array([len(tiles) for tiles in sections], dtype=np.int64)
+    counts = lengths * len(heads)
+    items = np.zeros((int(counts.sum()), 4), dtype=np.int64)
+    if len(items):
+        begin, length = np.repeat(np.stack([np.cumsum(lengths) - lengths, lengths]), counts, axis=1)
+        head, place = np.divmod(np.arange(len(items)) - begin * len(heads), length)
+        items[:, 0], items[:, 1] = np.concatenate(sections)[begin + place], heads[head]
     return items
 
 
