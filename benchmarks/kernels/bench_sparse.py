@@ -1,7 +1,7 @@
 """Sparse attention on one Hopper GPU: rates of the visible pairs, forward and backward, compared with peers and dense.
 
     python -m benchmarks.kernels.bench_sparse [--csv FILE] [--only PREFIX ...] [--min-tokens N] [--max-tokens N]
-        [--seconds S] [--peers flex flashinfer flash_mla]
+        [--seconds S] [--peers flex flashinfer triton flash_mla]
     python -m benchmarks.kernels.bench_sparse --draw CSV ...
 
 bf16, head_dim 128 (``mla``: 576, values 512). A backward counts five products, 2.5 times those of its forward (``mla``:
@@ -11,7 +11,8 @@ tokens, one mask for all heads, 64:8, as ranges for `flex_flash_attn_func`. ``vi
 tiles of 128 tokens or as ranges, 24:24 heads. ``blocks`` and ``index``: one query of 128 heads and one key head for
 each 64 keys, which sees an eighth of all keys (or ``top`` so many) at random, listed in rising order. ``top 64``:
 blocks of 64 (or 128) queries of 7:7 heads see 64 blocks of 64 keys each. ``mla top``: 4,096 queries of 64 or 128 latent
-heads see so many single keys at random, listed in rising order; by the kernels in Triton. ``dense``: `slice_attention`
+heads see so many single keys at random, listed in rising order; the
+backward of ``ffa`` is that of the kernels in Triton. ``dense``: `slice_attention`
 of everything, 64:8 heads. ``plan_us``: what a new mask costs on the device; masks as ranges are planned on the host,
 once, which is not in the times. A peer's results are compared with ours before it is timed; one that is not installed,
 or does not take a case, is said so.
