@@ -221,24 +221,23 @@ def test_a_gradient_that_is_not_finite_is_named_where_asked_for():
         out.backward(torch.ones_like(out).index_fill(0, torch.tensor([3]), torch.inf))
 
 
-def test_the_first_of_the_kernels_that_takes_a_call_computes_it_and_none_is_said_once(caplog, monkeypatch):
+def test_auto_is_the_kernels_in_triton_on_a_gpu_that_they_take_and_else_the_definition_which_is_said_once(
+    caplog, monkeypatch
+):
     from megatron_magi.backends import registry
 
     registry._warn_latent_once.cache_clear()
-    ffa, triton, reference = (registry.LATENT[name] for name in ("ffa", "triton", "reference"))
+    triton, reference = (registry.LATENT[name] for name in ("triton", "reference"))
 
     def chosen(device="cuda"):
         return registry.choose_latent("auto", torch.device(device), torch.bfloat16, (576, 512))
 
-    for kernels in (ffa, triton):
-        monkeypatch.setattr(kernels, "why_not", lambda *_: "not here")
+    monkeypatch.setattr(triton, "why_not", lambda *_: "not here")
     with caplog.at_level(logging.WARNING):
         assert chosen() is chosen() is reference
     assert len(caplog.records) == 1 and "falls back to the definition, which is slow: not here" in caplog.text
     monkeypatch.setattr(triton, "why_not", lambda *_: None)
-    assert chosen() is triton
-    monkeypatch.setattr(ffa, "why_not", lambda *_: None)
-    assert chosen() is ffa and chosen("cpu") is reference
+    assert chosen() is triton and chosen("cpu") is reference
 
 
 def test_a_forward_without_a_backward_has_that_of_the_kernels_in_triton():

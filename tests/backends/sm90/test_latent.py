@@ -120,12 +120,11 @@ def test_gradients_are_those_of_the_kernels_in_triton():
     q, kv = tensors(150, 700, (64, 1), DIM, torch.bfloat16)
     indices, sink = random_lists(150, 700, 200, 1), torch.randn(1, 64, device="cuda").requires_grad_()
     found = []
-    for impl in ("ffa", "triton", "auto"):
+    for impl in ("ffa", "triton"):
         out, _ = latent_sparse_attention(q, kv, indices, softmax_scale=SCALE, sink=sink, deterministic=True, impl=impl)
         grads = torch.autograd.grad(out, (q, kv, sink), torch.ones_like(out))
         found.append((out.detach(), *grads))
-    for got, like, chosen in zip(*found, strict=True):
-        assert torch.equal(got, chosen)
+    for got, like in zip(*found, strict=True):
         assert float((got.float() - like.float()).norm() / like.float().norm()) < 2**-7
 
 
