@@ -39,6 +39,18 @@ def impls(*names: str) -> tuple[str, ...]:
     return (NAME,) if NAME else names
 
 
+def generator(seed: int) -> torch.Generator:
+    """Random numbers for tensors on `DEVICE`, where tests that name no device make them."""
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def on_device(arguments: dict) -> dict:
+    """Arguments that a test's list has made on the CPU, on `DEVICE`; those of other devices stay."""
+    return {
+        name: x.to(DEVICE) if getattr(x, "device", None) == torch.device("cpu") else x for name, x in arguments.items()
+    }
+
+
 def tolerance(exact: float) -> float:
     """Of results whose inputs have `DTYPE`, ``exact`` where that is fp64."""
     return 2e-5 if NAME else exact

@@ -24,7 +24,7 @@ from megatron_magi.backends.sm90 import kernels as hopper_kernels
 from megatron_magi.cuda import build as hopper_build
 
 ROOT = Path(megatron_magi.__file__).parents[1]
-ONE_KERNEL = '\n\ndef common_kernels():\n    return [("preprocess", ())]\n'
+ONE_KERNEL = "\n\ndef common_kernels():\n    return [preprocess()]\n"
 IMPORT_ALL = """
 import importlib, os, pkgutil, sys
 sys.modules.update(dict.fromkeys(
@@ -106,7 +106,7 @@ def test_a_wheel_brings_kernels_that_are_found_by_their_content(tmp_path, monkey
     monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_, **__: pytest.fail("compiled"))
     for name in ("MAGI_ATTENTION_FORCE_JIT_BUILD", "MAGI_ATTENTION_BUILD_DEBUG"):
         monkeypatch.delenv(name, raising=False)
-    image = hopper_build.build(hopper_kernels.source_of("preprocess"), (), tmp_path / "cache")
+    image = hopper_build.build(*hopper_kernels.preprocess().build_args, tmp_path / "cache")
     assert wheel.read(cubins[0]).startswith(image) and not (tmp_path / "cache").exists()
 
 
@@ -355,7 +355,8 @@ def test_a_number_of_jobs_that_is_none_is_refused(jobs, capsys):
 
 
 def test_the_command_fills_a_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(hopper_kernels, "common_kernels", lambda: [("preprocess", ()), ("preprocess", ("A=1",))])
+    variant = hopper_kernels.preprocess()
+    monkeypatch.setattr(hopper_kernels, "common_kernels", lambda: [variant, variant._replace(macros=("A=1",))])
     monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_, **__: (b"\x7fELF", ""))
     assert main(["build", "--into", str(tmp_path), "--jobs", "2"]) == 0
     assert len(list(tmp_path.glob("*.cubin"))) == 2

@@ -11,7 +11,8 @@ that is the default's; ``magi_zigzag_travel`` and ``magi_contiguous_travel``, th
 planner lets any; ``magi_zigzag_groups`` and ``magi_contiguous_groups``, these by eight groups of heads, if named;
 ``two_levels`` and ``two_levels_native``, half of the ranks taken for a node, inside which rows travel through NCCL or
 `native`; ``alone``, the attention of ``magi`` over keys that are all there, in one launch; the baselines of
-`baselines`, those of FlexAttention only by name. All take turns in one run, in another order each round. A time is that
+`baselines`, those of FlexAttention and of Transformer Engine only by name. All take turns in one run, in another order
+each round. A time is that
 of the slowest rank, median over the rounds, of a pass of a whole call with the host ahead, from where the devices have
 met; rates are of visible pairs for each GPU. ``hidden``: share of the time of communication kernels, which includes
 their waiting for other ranks, in which others run at that time, of a forward and a backward under the profiler, over
@@ -55,8 +56,8 @@ HEADER = ["mask", "tokens_a_gpu", "ranks", "way", "forward_ms", "forward_tflops_
           "backward_tflops_a_gpu", "comm_ms", "hidden", "note"]  # fmt: skip
 TRAVEL = ("magi_zigzag_travel", "magi_contiguous_travel")
 BY_GROUPS = ("magi_zigzag_groups", "magi_contiguous_groups")
-BY_NAME = ("torch_flex", "torch_flex_head_tail", "torch_flex_blocks")
-"""Baselines that have not run on a GPU yet: measured where they are asked for."""
+BY_NAME = ("torch_flex", "torch_flex_head_tail", "torch_flex_blocks", "te_p2p", "te_all_gather")
+"""Baselines that need another package or have not run on a GPU yet: measured where they are asked for."""
 WAYS = ("magi", "magi_zigzag", "magi_contiguous", *TRAVEL, *(name for name in BASELINES if name not in BY_NAME))
 TWO_LEVELS: dict[str, CommImpl] = {"two_levels": "auto", "two_levels_native": "native"}
 ALL_WAYS = (*WAYS, *BY_GROUPS, *BY_NAME, *ONE_LAUNCH, *TWO_LEVELS, "alone")

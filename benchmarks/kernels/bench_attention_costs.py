@@ -139,7 +139,7 @@ def memory(length: int) -> Iterator[Row]:
 
 def first_use() -> Iterator[Row]:
     """Until the largest kernel is in memory: compiled, and from the cache."""
-    kernels = [(hopper_kernels.source_of(name), macros) for name, macros in hopper_kernels.common_kernels()]
+    kernels = [variant.build_args for variant in hopper_kernels.common_kernels()]
     source, macros = max(reversed(kernels), key=lambda kernel: len(hopper_build.flatten_source(_path(kernel[0]))))
     with tempfile.TemporaryDirectory() as folder:
         for what, limit in (("first use, compiled", 60.0), ("first use, cached", 0.05)):

@@ -4,9 +4,10 @@
 
 {magi, TE p2p, TE a2a, TE all-gather, on four GPUs or more TE a2a+p2p} x {one causal document, packed documents, window
 with sink} x tokens a GPU, through Megatron's own trainer, all in one launch on the same GPUs, which hold one sequence
-together (CP only). Figures are of steps, not of attention: milliseconds (median of the second half), tokens/s/GPU,
-model TFLOP/s/GPU (6 operations a parameter and token, 12 a visible pair, head and dimension; what is recomputed is not
-counted), largest memory of a rank, loss of the last step, and how many times faster magi is than the best of TE's ways.
+together (CP only). Figures are of steps, not of attention: milliseconds (median and quartiles of the timed steps, which
+follow four that warm up), tokens/s/GPU, model TFLOP/s/GPU (6 operations a parameter and token, 12 a visible pair, head
+and dimension; what is recomputed is not counted), largest memory of a rank, loss of the last step, and how many times
+faster magi is than the best of TE's ways.
 
 A setting decides over TE's figures: `--no-create-attention-mask-in-dataloader`. By default Megatron's data loader makes
 a mask of seqlen^2 for each sequence and sends it through two processes and to the GPU, where TE does not look at it: at
@@ -66,8 +67,12 @@ NEAREST = {
 """What runs where TE cannot do the mask: its mask and its name."""
 
 
-HEADER = ["mask", "tokens_per_gpu", "provider", "ran", "step_ms", "best_step_ms", "tokens_per_s_per_gpu",
-          "tflops_per_gpu", "peak_gib", "reserved_gib", "device_gib", "last_loss", "times_te_best"]  # fmt: skip
+WARM_UP = 4
+"""Steps before those that are timed."""
+
+HEADER = ["mask", "tokens_per_gpu", "provider", "ran", "step_ms", "best_step_ms", "quarter_ms", "three_quarters_ms",
+          "timed_steps", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_gib", "reserved_gib", "device_gib",
+          "last_loss", "times_te_best"]  # fmt: skip
 
 
 @dataclass
@@ -153,26 +158,43 @@ def figures(runs: Sequence[Run]) -> list[list[Any]]:
         name = [run.mask, run.tokens_per_gpu, run.provider, run.ran[1]]
         timed = _timed_steps(run)
         if not timed:
-            rows.append([*name, run.error.strip().splitlines()[-1][:120] if run.error else "failed", *[""] * 8])
+            rows.append([*name, run.error.strip().splitlines()[-1][:120] if run.error else "failed", *[""] * 11])
             continue
         training, median = run.training, statistics.median(timed)
         half = slice(len(training.step_ms) - len(timed), len(training.step_ms))
         rate = operations(run, training, half) / world_size() / median / 1e9
         last = training.losses[max(training.losses)] if training.losses else float("nan")
-        rows.append([*name, f"{median:.1f}", f"{min(training.step_ms):.1f}", f"{1e3 * run.tokens_per_gpu / median:.0f}",
+        rows.append([*name, f"{median:.1f}", f"{min(timed):.1f}", *_quartiles(timed),
+                     str(len(timed)), f"{1e3 * run.tokens_per_gpu / median:.0f}",
                      f"{rate:.0f}", f"{training.peak_gib:.2f}", f"{training.reserved_gib:.2f}",
                      f"{training.device_gib:.2f}", f"{last:.5f}", _times_best(run, runs)])  # fmt: skip
     return rows
 
 
 def _timed_steps(run: Run) -> list[float]:
-    steps = run.training.step_ms if run.training else []
-    return steps[len(steps) // 2 :]
+    return run.training.step_ms[WARM_UP:] if run.training else []
+
+
+def _quartiles(timed: Sequence[float]) -> tuple[str, str]:
+    low, high = np.quantile(timed, (0.25, 0.75))
+    return f"{low:.1f}", f"{high:.1f}"
+
+
+def step_times(runs: Sequence[Run]) -> tuple[list[str], list[list[Any]]]:
+    """Header and rows of a table of all steps, those that warm up too, in milliseconds."""
+    most = max((len(run.training.step_ms) for run in runs if run.training), default=0)
+    header = ["mask", "tokens_per_gpu", "provider", *(f"step_{number}_ms" for number in range(1, most + 1))]
+    rows = []
+    for run in (run for run in runs if run.training):
+        times = [f"{ms:.1f}" for ms in run.training.step_ms]
+        rows.append([run.mask, run.tokens_per_gpu, run.provider, *times, *[""] * (most - len(times))])
+    return header, rows
 
 
 def _times_best(run: Run, runs: Sequence[Run]) -> str:
-    """For magi: the best of TE's medians over its own."""
+    """For magi: the best of TE's medians, of its ways that ran the same mask, over its own."""
     same = [r for r in runs if (r.mask, r.tokens_per_gpu) == (run.mask, run.tokens_per_gpu) and r.is_te]
+    same = [r for r in same if r.ran == run.ran]
     peers = [statistics.median(_timed_steps(r)) for r in same if _timed_steps(r)]
     if run.is_te or not peers:
         return ""
@@ -303,7 +325,7 @@ def bench(options: argparse.Namespace) -> list[Run]:
             if _main_rank():
                 _report(run, runs, None, options)
             continue
-        steps = own_steps or options.steps
+        steps = WARM_UP + (own_steps or options.steps)
         data, seq_length = options.out / "data" / "text", run.tokens_per_gpu * world_size()
         profiles = options.profile == [] or not {provider, f"{mask}:{provider}"}.isdisjoint(options.profile or ())
         args = model_args(seq_length, data, steps + profiles, run.model)
@@ -352,6 +374,7 @@ def _report(run: Run, runs: Sequence[Run], profile: Profile | None, options: arg
         print(f"     setup {run.training.setup_s:.1f} s, retries {run.training.alloc_retries}, steps {steps}")
         print("     profile " + "  ".join(f"{g} {ms:.0f}" for g, ms in sorted(run.kernels.items())), flush=True)
     write_csv(options.out / "training.csv", HEADER, figures(runs))
+    write_csv(options.out / "training_steps.csv", *step_times(runs))
     names = sorted({group for r in runs for group in r.kernels})
     rows = [[r.mask, r.tokens_per_gpu, r.provider, *(f"{r.kernels.get(n, 0.0):.1f}" for n in names)] for r in runs]
     write_csv(options.out / "training_profile.csv", ["mask", "tokens_per_gpu", "provider", *names], rows)
@@ -378,7 +401,7 @@ def main() -> None:
         help="these, in this order, instead of --lengths x --masks x --providers",
     )
     parser.add_argument("--model", choices=list(MODELS), default="llama_1b")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20, help=f"that are timed, after {WARM_UP} that are not")
     parser.add_argument(
         "--further", type=str.split, default=[], help="arguments of Megatron for all runs, in one string"
     )
@@ -389,12 +412,10 @@ def main() -> None:
         "--after", type=Path, help="begin when this file exists, all imports done: for a launch in a row"
     )
     parser.add_argument(
-        "--draw", type=Path, nargs="+", metavar=("CSV PNG", "STEPS"), help="only draw a table, and what ran few steps"
+        "--draw", type=Path, nargs=2, metavar=("CSV", "PNG"), help="only draw a table that was measured before"
     )
     options = parser.parse_args()
     if options.draw:
-        if len(options.draw) not in (2, 3):
-            parser.error(f"argument --draw: expected two or three files, got {len(options.draw)}")
         draw(*options.draw)
         return
     options.out = options.out.resolve()
@@ -406,7 +427,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if _main_rank():
         runs = options.runs or [("", "", max(options.lengths), None)]
-        tokens = max(tokens * ((steps or options.steps) + 2) for _, _, tokens, steps in runs)
+        tokens = max(tokens * (WARM_UP + (steps or options.steps) + 2) for _, _, tokens, steps in runs)
         write_documents(options.out / "data", 4 * tokens * world_size())
     use_padded_documents()
     while options.after and not options.after.exists():

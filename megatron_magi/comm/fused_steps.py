@@ -15,11 +15,9 @@ import torch.distributed as dist
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.group_collective import choose_mover
 from megatron_magi.comm.impl.native import Native
-from megatron_magi.comm.peer_kernels import SHAPES
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
-from megatron_magi.comm.peers import PEERS
 from megatron_magi.comm.row_layout import RowLayout
-from megatron_magi.comm.row_memory import SLOT_ROWS, WIDEST, can_add
+from megatron_magi.comm.row_memory import WIDEST, can_add
 from megatron_magi.comm.slots import sent_shift, slot_row_bytes
 from megatron_magi.cuda.arriving import Arriving, part_rows
 from megatron_magi.cuda.launch_list import Place, Step
@@ -29,11 +27,14 @@ _ADD_ROUTE = 2  # index in `PeerTables.routes`
 _NUM_CHUNKS = 16  # byte offset in `PeerTables.counts`, whose first entry is the number of fetched rows
 _MOST_KNOWN = 64
 _OF_GET = {
-    0: "published", 1: "published.starts", 2: "published.num_chunks", 3: "fetch", 4: "fetch.num_rows",
-    7: "later.part_rows",
+    "rows": "published", "starts": "published.starts", "num_chunks": "published.num_chunks", "places": "fetch",
+    "num_pulled": "fetch.num_rows", "part_rows": "later.part_rows",
 }  # fmt: skip
-_OF_PUT = {0: "sums.index", 1: "sums.routes", 2: "sums.rows", 3: "sums.starts", 4: "sums.sources", 5: "sums.shift"}
-"""The parameters in `peer_kernels.SHAPES` that depend on the transfer, and their names."""
+_OF_PUT = {
+    "sent": "sums.index", "route": "sums.routes", "rows": "sums.rows", "starts": "sums.starts",
+    "order": "sums.sources", "chunk_shift": "sums.shift",
+}  # fmt: skip
+"""The parameters of the kernels that depend on the transfer, and the names of these numbers."""
 
 _known: WeakKeyDictionary[Native, dict[tuple, Arriving | Step]] = WeakKeyDictionary()
 """Prepared steps, by layout of the rows."""
@@ -61,7 +62,7 @@ def get_step(
 
     def make() -> Arriving:
         found = mover.arriving(tensors, args, layout, into, sources, places)
-        return found._replace(step=_naming(found.step, "get_rows", _OF_GET))
+        return found._replace(step=found.step._replace(numbers=_OF_GET))
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
     return mover, found._replace(tensors=into, step=found.step._replace(brings=_get_numbers(args)))
@@ -83,7 +84,7 @@ def put_step(
         return None
 
     def make() -> Step:
-        return _naming(mover.adding(tensors, args, layout, into, sources, places), "put_sums", _OF_PUT)
+        return mover.adding(tensors, args, layout, into, sources, places)._replace(numbers=_OF_PUT)
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
     return found._replace(brings=_put_numbers(args, layout))
@@ -104,30 +105,24 @@ def _prepared[Made: (Arriving, Step)](
     return found
 
 
-def _naming(step: Step, kernel: str, names: dict[int, str]) -> Step:
-    """The step, with names for its 8-byte parameters after the rows."""
-    rest = PEERS.size + SHAPES[kernel].num_lists * SLOT_ROWS.size
-    return step._replace(numbers={rest + 8 * i: name for i, name in names.items()})
-
-
 def _get_numbers(args: GroupCastArgs) -> dict[str, int]:
     """Numbers of the kernel that publishes and pulls rows."""
     assert args.peers is not None
     tables, counts = args.peers, args.peers.counts.data_ptr()
-    found = (
-        tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS, tables.fetch.data_ptr(), counts,
-        part_rows(args.num_recv),
-    )  # fmt: skip
-    return dict(zip(_OF_GET.values(), found, strict=True))
+    return {
+        "published": tables.published.data_ptr(), "published.starts": tables.starts.data_ptr(),
+        "published.num_chunks": counts + _NUM_CHUNKS, "fetch": tables.fetch.data_ptr(), "fetch.num_rows": counts,
+        "later.part_rows": part_rows(args.num_recv),
+    }  # fmt: skip
 
 
 def _put_numbers(args: GroupCastArgs, layout: RowLayout) -> dict[str, int]:
     """Numbers of the kernel that sends rows back and adds them."""
     assert args.peers is not None and args.most is not None
     index, arrivals = args.recv_position, args.arrivals
-    found = (
-        0 if index is None else index.data_ptr(), args.peers.routes.data_ptr() + 8 * ROUTE_WORDS * _ADD_ROUTE,
-        arrivals.rows.data_ptr(), arrivals.starts.data_ptr(), arrivals.sources.data_ptr(),
-        sent_shift(slot_row_bytes(layout), args.most[2]),
-    )  # fmt: skip
-    return dict(zip(_OF_PUT.values(), found, strict=True))
+    return {
+        "sums.index": 0 if index is None else index.data_ptr(),
+        "sums.routes": args.peers.routes.data_ptr() + 8 * ROUTE_WORDS * _ADD_ROUTE,
+        "sums.rows": arrivals.rows.data_ptr(), "sums.starts": arrivals.starts.data_ptr(),
+        "sums.sources": arrivals.sources.data_ptr(), "sums.shift": sent_shift(slot_row_bytes(layout), args.most[2]),
+    }  # fmt: skip

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from megatron_magi.comm.peers import PEERS
-from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, SLOT_ROWS, WIDEST, Rows
+from megatron_magi.comm.row_memory import ELEMENTS, WIDEST, Rows
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 from megatron_magi.cuda.launch_list import Place, Step
+from megatron_magi.cuda.params import kernel_params
 from megatron_magi.cuda.target import DEFAULT_TARGET, target_of
 
 SUM_LOADS = 2
@@ -27,27 +26,25 @@ class Shape(NamedTuple):
     """Launch configuration of a kernel: few SMs for kernels that run concurrently with attention.
 
     Attributes:
-        threads, num_blocks, shared_bytes: of the launch.
-        rest: `struct` format of its parameters after the rows.
+        threads, num_blocks: of the launch.
         loads: loads of a thread before its first store.
-        num_lists: number of `SlotRows` among its parameters.
+        shared_bytes: dynamic shared memory of a block.
     """
 
     threads: int
     num_blocks: int
-    rest: str
-    loads: int = 8
-    shared_bytes: int = 0
-    num_lists: int = 1
+    loads: int
+    shared_bytes: int
 
 
-_PUT = Shape(768, 24, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2)
+_PUT = Shape(768, 24, loads=4, shared_bytes=4 * 6 * 8192)
 SHAPES = {
     **dict.fromkeys(("put_rows", "put_rows_bulk", "put_sums", "put_sums_bulk"), _PUT),
-    "get_rows": Shape(512, 64, "5QqQ2q", shared_bytes=4 * 12 * 4096, num_lists=2),
+    "get_rows": Shape(512, 64, loads=8, shared_bytes=4 * 12 * 4096),
 }
 """24 blocks that put: 16 reach 0.94 of the bandwidth of 128; sums need more."""
 _MOST_PULLING = 16
+_SIDES = "from", "to"  # members of the parameters, of type SlotRows
 
 
 def blocks_of(name: str, share: int) -> int:
@@ -68,15 +65,6 @@ def blocks_apart(share: int, sums: bool) -> tuple[int, int]:
     """Thread blocks of a kernel that puts, as two launches, to send and to receive; sums are limited by the latter."""
     sending = max(share * 3 // 8, 1) if sums else share // 2
     return sending, share - sending
-
-
-class PeerKernel(NamedTuple):
-    """A kernel on one device."""
-
-    kernel: Kernel
-    params: struct.Struct
-    loads: int
-    num_lists: int
 
 
 def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, tuple[str, ...]]]:
@@ -119,55 +107,54 @@ def _source(name: str) -> str:
 
 
 @cache
-def kernel_of(name: str, defines: tuple[str, ...], device: torch.device) -> PeerKernel:
+def params_of(name: str) -> type[ctypes.Structure]:
+    """The parameters of a kernel."""
+    return kernel_params(_source(name))
+
+
+@cache
+def kernel_of(name: str, defines: tuple[str, ...], device: torch.device) -> Kernel:
     """One of `SHAPES` with its macros."""
     shape = SHAPES[name]
     image = build(_source(name), defines, target=target_of(device) or DEFAULT_TARGET)
-    kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
-    lists = f"{SLOT_ROWS.size}s" * shape.num_lists
-    return PeerKernel(kernel, struct.Struct(f"{PEERS.size}s{lists}{shape.rest}"), shape.loads, shape.num_lists)
+    return load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
 
 
-class Launch:
+class PeerLaunch:
     """A kernel with its parameters in memory; a call fills in the addresses of rows.
 
     Args:
         kernel: the kernel.
         num_blocks: its grid.
-        params: its parameters.
+        params: its parameters, of which a copy is kept.
         started: see `LaunchConfig`; for kernels that run concurrently with others.
     """
 
-    def __init__(self, kernel: PeerKernel, num_blocks: int, *params: bytes | int, started: int = 0) -> None:
-        self._kernel = kernel.kernel
-        self._params = ctypes.create_string_buffer(kernel.params.pack(*params))
+    def __init__(self, kernel: Kernel, num_blocks: int, params: ctypes.Structure, started: int = 0) -> None:
+        self._kernel, self._params = kernel, type(params).from_buffer_copy(params)
+        self._addresses = [getattr(self._params, side).rows for side in _SIDES]
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
-        self._lists = [
-            (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size + i * SLOT_ROWS.size)
-            for i in range(kernel.num_lists)
-        ]
-        self._config = LaunchConfig(self._kernel, num_blocks, started)
+        self._config = LaunchConfig(kernel, num_blocks, started)
 
-    def step(self, *lists: Sequence[Place], overlaps: bool = False, num_blocks: int | None = None) -> Step:
+    def step(self, sources: Sequence[Place], results: Sequence[Place], num_blocks: int | None = None) -> Step:
         """The launch as a step, with a copy of the parameters.
 
         Args:
-            lists: addresses of the tensors of `fire`.
-            overlaps: launch as a programmatic dependent of the preceding kernel.
+            sources, results: addresses of the tensors of `fire`.
             num_blocks: another grid.
         """
         fields = {
-            PEERS.size + i * SLOT_ROWS.size + 8 * j: place
-            for i, places in enumerate(lists)
-            for j, place in enumerate(places)
+            f"{side}.rows.{i}": place
+            for side, places in zip(_SIDES, (sources, results), strict=True)
+            for i, place in enumerate(places)
         }
-        params = ctypes.create_string_buffer(self._params.raw, len(self._params))
-        return Step(self._kernel, num_blocks or self._config.grid[0], params, fields=fields, overlaps=overlaps)
+        params = type(self._params).from_buffer_copy(self._params)
+        return Step(self._kernel, num_blocks or self._config.grid[0], params, fields=fields)
 
-    def fire(self, stream: int, *lists: list[Rows]) -> None:
+    def fire(self, stream: int, sources: list[Rows], results: list[Rows]) -> None:
         """Launches the kernel on a stream for rows at these addresses; the driver copies the parameters."""
-        for addresses, rows in zip(self._lists, lists, strict=True):
-            for i, row in enumerate(rows):
-                addresses[i] = row[0]
+        for addresses, rows in zip(self._addresses, (sources, results), strict=True):
+            for i, (address, _, _) in enumerate(rows):
+                addresses[i] = address
         self._config.stream = stream
         self._kernel.launch(ctypes.addressof(self._config), self._pointers)

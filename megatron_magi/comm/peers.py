@@ -5,9 +5,9 @@ Whether a group shares memory is decided once, from what every rank writes to th
 
 from __future__ import annotations
 
+import ctypes
 import json
 import socket
-import struct
 import time
 import weakref
 from contextlib import suppress
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_magi.comm.groups import names_of, pause, store_of, timeout_s
 from megatron_magi.comm.peer_tables import MAX_RANKS
 from megatron_magi.comm.sm_budget import most_groups
+from megatron_magi.cuda.params import struct
 from megatron_magi.cuda.shared_memory import (
     SharedMemory,
     are_linked,
@@ -32,12 +33,15 @@ from megatron_magi.cuda.target import PEER_CAPABILITIES, capabilities
 
 _PREFIX = "megatron_magi/native"
 _NUM_SLOTS = 2
-_LEFT_AT = MAX_RANKS * (1 << 16) * 4 + (MAX_RANKS + 6) * 4  # Control.left of peers.cuh
-_CONTROL_BYTES = _LEFT_AT + MAX_RANKS * 4
-PEERS = struct.Struct("8Q8QQ2q2i")  # Peers of peers.cuh
+_SOURCE = "group_collective/peers.cuh"
 
 _LONGEST_PAUSE_S = 0.05  # between polls of a rank that waits for the others
 _LEAVE_S = 0.5  # how long a leaving rank waits for the others to leave
+
+
+def control_struct() -> type[ctypes.Structure]:
+    """``Control`` of peers.cuh: what ranks tell each other in the memory that they share."""
+    return struct(_SOURCE, "Control")
 
 
 class Rendezvous:
@@ -208,7 +212,7 @@ class PeerMemory:
     Attributes:
         slot_bytes: size of a slot.
         generation: changes whenever the slots are reallocated.
-        packed: ``Peers`` of peers.cuh.
+        peers: ``Peers`` of peers.cuh; another object whenever the slots are reallocated.
         notice: int32 ``[8]`` in page-locked memory, ``Notice`` of peers.cuh.
     """
 
@@ -222,13 +226,13 @@ class PeerMemory:
         self._owned = _Owned(rendezvous.rank, device, self.notice, control)
         self._finalizer = weakref.finalize(self, self._owned.leave)
         self._finalizer.atexit = False  # at exit the memory is freed with the process
-        self.packed = b""
+        self.peers = struct(_SOURCE, "Peers")()
 
     @classmethod
     def make(cls, rendezvous: Rendezvous, device: torch.device) -> tuple[PeerMemory | None, str]:
         """Makes the memory, without slots yet; or None and the reason. Collective."""
         _give_back_what_all_have_left()
-        control, reason = share(rendezvous, _CONTROL_BYTES, device)
+        control, reason = share(rendezvous, ctypes.sizeof(control_struct()), device)
         return (None, reason) if control is None else (cls(rendezvous, control, device), "")
 
     def grow(self, slot_bytes: int, keep: bool = False) -> str | None:
@@ -260,10 +264,10 @@ class PeerMemory:
         self._data = data
         self._owned.data.append(data)
         self.slot_bytes, self.generation = slot_bytes, self.generation + 1
-        rest = [0] * (MAX_RANKS - self._rendezvous.size)
-        self.packed = PEERS.pack(
-            *self._data.addresses, *rest, *self._control.addresses, *rest, self.notice.data_ptr(), slot_bytes,
-            int(self._rendezvous.timeout_s * 1e9), self._rendezvous.rank, self._rendezvous.size,
+        self.peers = struct(_SOURCE, "Peers")(
+            data=tuple(self._data.addresses), control=tuple(self._control.addresses), notice=self.notice.data_ptr(),
+            slot_bytes=slot_bytes, timeout_ns=int(self._rendezvous.timeout_s * 1e9), rank=self._rendezvous.rank,
+            num_ranks=self._rendezvous.size,
         )  # fmt: skip
         return None
 
@@ -288,7 +292,7 @@ class _Owned:
             data.close()
         for rank, address in enumerate(self._control.addresses):
             if rank != self._rank:
-                write_word(address + _LEFT_AT + 4 * self._rank, 1, self._device)
+                write_word(address + control_struct().left.offset + 4 * self._rank, 1, self._device)
         self._control.close()
         _left.append(self)
         began = time.monotonic()
@@ -298,7 +302,8 @@ class _Owned:
 
     def is_left_by_all(self) -> bool:
         """Whether no other rank has this rank's memory mapped."""
-        left = read_words(self._control.addresses[self._rank] + _LEFT_AT, len(self._control.addresses), self._device)
+        addresses = self._control.addresses
+        left = read_words(addresses[self._rank] + control_struct().left.offset, len(addresses), self._device)
         return all(has_left for rank, has_left in enumerate(left) if rank != self._rank)
 
     def free(self) -> None:

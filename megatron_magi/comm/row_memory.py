@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import ctypes
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.cuda.params import struct
 
 MOST_TENSORS = 4
 """Most tensors of one launch."""
@@ -20,8 +21,6 @@ ELEMENTS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "flo
 
 Rows = tuple[int, int, int]
 """Rows in memory: address, stride in bytes, bytes of a row."""
-SLOT_ROWS = struct.Struct("4Q4q4i2iq")
-"""``SlotRows`` of peers.cuh."""
 
 
 def with_rows(x: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ def vector_of(rows: list[Rows], partial: torch.dtype, wide: torch.dtype) -> int:
     return min((bits & -bits) // wide.itemsize, WIDEST // partial.itemsize)
 
 
-def pack_slot_rows(rows: list[Rows], row_bytes: int, unit: int, loads: int) -> bytes:
+def slot_rows(rows: list[Rows], row_bytes: int, unit: int, loads: int) -> ctypes.Structure:
     """``SlotRows`` of peers.cuh.
 
     Args:
@@ -75,10 +74,9 @@ def pack_slot_rows(rows: list[Rows], row_bytes: int, unit: int, loads: int) -> b
         unit: bytes of an access to ``rows``.
         loads: loads that a thread issues before its first store.
     """
-    rest = (0,) * (MOST_TENSORS - len(rows))
-    *begin, units = accumulate((size // unit for _, _, size in rows), initial=0)
-    log2_lanes = min(max(-(-units // loads), 1) - 1, 31).bit_length()
-    return SLOT_ROWS.pack(
-        *(row[0] for row in rows), *rest, *(row[1] for row in rows), *rest, *begin, *((units,) * len(rest)),
-        units, log2_lanes, row_bytes,
+    addresses, strides, sizes = zip(*rows, strict=True)
+    *begin, units = accumulate([size // unit for size in sizes], initial=0)
+    return struct("group_collective/peers.cuh", "SlotRows")(
+        rows=addresses, stride=strides, begin=(*begin, *[units] * (MOST_TENSORS - len(rows))), units=units,
+        log2_lanes=min(max(-(-units // loads), 1) - 1, 31).bit_length(), row_bytes=row_bytes,
     )  # fmt: skip

@@ -53,13 +53,13 @@ class Map(NamedTuple):
 class Step(NamedTuple):
     """One launch of a list.
 
-    A parameter is named by its field, FIELD.FIELD in a struct that is a parameter, or if it has 8 bytes by its offset.
+    A parameter is named by its field: FIELD.FIELD in a struct that is a parameter, FIELD.INDEX in an array.
 
     Attributes:
         kernel: what runs.
         num_blocks: grid, or the name of the mask's number of blocks.
-        params: a struct or buffer with the parameters that depend neither on the mask nor on addresses; it begins with
-            the tensor maps.
+        params: a struct with the parameters that depend neither on the mask nor on addresses; it begins with the
+            tensor maps.
         maps: these, in their order.
         fields: parameters that are addresses.
         numbers: parameters that are numbers of the mask, with the names of these.
@@ -69,26 +69,26 @@ class Step(NamedTuple):
 
     kernel: Kernel
     num_blocks: int | str
-    params: ctypes.Structure | ctypes.Array
+    params: ctypes.Structure
     maps: Sequence[Map] = ()
-    fields: Mapping[str | int, Place] = MappingProxyType({})
-    numbers: Mapping[str | int, str] = MappingProxyType({})
+    fields: Mapping[str, Place] = MappingProxyType({})
+    numbers: Mapping[str, str] = MappingProxyType({})
     overlaps: bool = False
     brings: Mapping[str, int] = MappingProxyType({})
 
 
 @cache
-def _where(kind: type, name: str | int) -> tuple[int, int]:
+def _where(kind: type, name: str) -> tuple[int, int]:
     """Offset and size in bytes of a parameter."""
-    if isinstance(name, int):
-        return name, ctypes.sizeof(_Address)
     at = 0
-    *outer, last = name.split(".")
-    for struct_name in outer:
-        at += getattr(kind, struct_name).offset
-        kind = dict(kind._fields_)[struct_name]
-    found = getattr(kind, last)
-    return at + found.offset, found.size
+    for part in name.split("."):
+        if issubclass(kind, ctypes.Array):
+            kind = kind._type_
+            at += int(part) * ctypes.sizeof(kind)
+        else:
+            at += getattr(kind, part).offset
+            kind = dict(kind._fields_)[part]
+    return at, ctypes.sizeof(kind)
 
 
 class _Patch(ctypes.Structure):

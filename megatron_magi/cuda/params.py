@@ -1,4 +1,4 @@
-"""Structs of kernel parameters, read from the CUDA sources, which alone describe them."""
+"""Structs of kernel parameters, and of memory that kernels share, read from the CUDA sources that describe them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from megatron_magi.cuda.build import flatten_source, source_root
 _KERNEL = re.compile(r"__global__[^{;]*?\(\s*const\s+__grid_constant__\s+(\w+)\s+\w+\s*\)", re.DOTALL)
 _BODY = r"struct\s+(?:alignas\(\d+\)\s+)?{}\s*\{{(.*?)\n\}};"
 _COMMENT = re.compile(r"//[^\n]*")
-_MEMBER = re.compile(r"(?:const\s+)?(\w+)\s*(.*)", re.DOTALL)
+_MEMBERS = re.compile(r"(?:const\s+)?(\w+)\s*(.*)", re.DOTALL)
+_NAME = re.compile(r"(\*?)\s*(\w+)((?:\[\w+\])*)")
+_CONSTANT = r"\b{}\s*=\s*(\d+)(?:\s*<<\s*(\d+))?\s*[,;]"
 _TYPES = {
-    "int": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "float": ctypes.c_float,
-    "TensorMap": ctypes.c_char * 128,
+    "int": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64,
+    "float": ctypes.c_float, "TensorMap": ctypes.c_char * 128,
 }  # fmt: skip
 _SPARE_BYTES = 64
 """After the last member, as C fills up a struct whose first member, a tensor map, is aligned to 64 bytes."""
@@ -39,7 +41,7 @@ def _kernel_params(source: str, macros: tuple[str, ...]) -> type[ctypes.Structur
 
 @cache
 def struct(source: str, name: str) -> type[ctypes.Structure]:
-    """A struct of a header that is a member of parameters, the same class as there."""
+    """A struct of a header, the same class as where it is a member of parameters."""
     return _struct(name, _members(_text(source), name, ()))
 
 
@@ -61,13 +63,23 @@ def _members(text: str, name: str, macros: tuple[str, ...]) -> tuple[tuple[str, 
     for statement in _chosen(body.group(1), macros).split(";"):
         if not statement.strip():
             continue
-        kind, declared = _MEMBER.fullmatch(statement.strip()).groups()
+        kind, declared = _MEMBERS.fullmatch(statement.strip()).groups()
         for one in declared.split(","):
-            member = one.strip()
-            assert re.fullmatch(r"\*?\s*\w+", member), f"{name}: {statement.strip()}"
-            is_pointer = member.startswith("*")
-            found.append((member.lstrip("* "), ctypes.c_void_p if is_pointer else _type(text, kind, macros)))
+            member = _NAME.fullmatch(one.strip())
+            assert member is not None, f"{name}: {statement.strip()}"
+            is_pointer, of_member, lengths = member.groups()
+            of_kind = ctypes.c_void_p if is_pointer else _type(text, kind, macros)
+            for length in reversed(re.findall(r"\w+", lengths)):
+                of_kind = of_kind * _constant(text, length)
+            found.append((of_member, of_kind))
     return tuple(found)
+
+
+def _constant(text: str, name: str) -> int:
+    """Value of a constant that is a number or a power of two."""
+    value = re.search(_CONSTANT.format(name), text)
+    assert value is not None, name
+    return int(value.group(1)) << int(value.group(2) or 0)
 
 
 def _type(text: str, kind: str, macros: tuple[str, ...]) -> type:

@@ -259,8 +259,8 @@ def test_memory_of_graphs_is_kept_until_they_are_gone(monkeypatch):
         return [data.state for data in shared]
 
     assert memory.grow(1) is None and memory.grow(2, keep=True) is None and states() == ["mapped", "mapped"]
-    packed = memory.packed
-    assert memory.grow(64, keep=True) == "out of memory" and (memory.slot_bytes, memory.packed) == (2, packed)
+    known = memory.peers
+    assert memory.grow(64, keep=True) == "out of memory" and (memory.slot_bytes, memory.peers) == (2, known)
     assert memory.grow(4) is None and states() == ["mapped", "freed", "mapped"], "no graph refers to those in between"
     assert memory._owned.data == [shared[0], shared[2]]
     memory.forget_kept()

@@ -198,7 +198,8 @@ def test_who_waits_keeps_nobody_from_arriving():
 def test_what_is_told_of_arrivals_is_what_the_kernels_read():
     text = (source_root() / "common/arrivals.cuh").read_text()
     assert f"kMostParts = {arriving.MOST_PARTS};" in text and arriving.FLAG_BYTES == 8 * arriving.MOST_PARTS
-    params, found = kernels.params("forward", stream_kv=True)(), arriving.Arriving((), (), (), 1, 2, 3, 4, 5)
+    variant = kernels.forward(torch.bfloat16, (64, 64), (128, 128), False, stream_kv=True)
+    params, found = variant.params(), arriving.Arriving((), (), (), 1, 2, 3, 4, 5)
     found.set_barrier(params.arrival_barrier, 7)
     members = [name for name, _ in type(params.arrival_barrier)._fields_ if name != "pad"]
     given = {name: getattr(params.arrival_barrier, name) for name in members}

@@ -13,7 +13,7 @@ from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.backends.sm90 import kernels as hopper_kernels
 from megatron_magi.backends.sm90.backward_steps import BackwardSteps
 from megatron_magi.backends.sm90.forward_steps import forward_steps
-from megatron_magi.backends.sm90.mask_numbers import first_arriving, pass_shape, pass_tables
+from megatron_magi.backends.sm90.mask_numbers import first_arriving, numbers_on_device, pass_shape
 from megatron_magi.backends.sm90.program import backward_pays
 from megatron_magi.comm import peer_kernels, row_memory
 from megatron_magi.comm.impl import cuda_rows
@@ -94,11 +94,11 @@ def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatc
             later = Arriving([rows(7, 2, dim) for dim in dims], (("r", 0), ("r", 8)), None, 0, 0, 0, 0, 0)
             lse = torch.empty(n, 16)
             operands, of_pass = (ForwardInputs(q, k, v), ForwardOutput(out, lse)), pass_shape((q, k, v), 7, options)
-            form = pass_tables(False, of_pass, bands, q.device, 0).form
+            form = numbers_on_device(False, of_pass, bands, q.device, 0).form
             forward_steps(*operands, form, options, 0, later)
             if backward_pays(dims):
                 inputs, grads = BackwardInputs(q, k, v, out, lse, lse), Gradients(q, k, v)
-                form = pass_tables(True, of_pass, bands, q.device, 0).form
+                form = numbers_on_device(True, of_pass, bands, q.device, 0).form
                 BackwardSteps(inputs, out, grads, form, options, 0, later, Step(None, 1, None)).steps()
     gates = {kernel for kernel in needed_kernels(shape, config, 2) if "STREAM_KV=1" in kernel[1]}
     assert {kernel for kernel in asked if "STREAM_KV=1" in kernel[1]} == gates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import pickle
 import weakref
@@ -22,6 +21,7 @@ from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiC
 from megatron_magi.cuda import driver
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch_list import Step
+from megatron_magi.cuda.params import struct
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import make_plan
 from megatron_magi.runtime.lru import LruCache
@@ -88,7 +88,7 @@ def one_rank_alone(monkeypatch):
     native = Queue()
 
     def step(name):
-        return Step(driver.Kernel(name, 1, 0), 1, (ctypes.c_uint64 * 1)())
+        return Step(driver.Kernel(name, 1, 0), 1, struct("common/arrivals.cuh", "ArrivalFlags")())
 
     def get_step(tensors, args, group, impl, into, sources, places):
         native.asked += 1
@@ -431,7 +431,7 @@ def test_keys_that_nobody_fetches_are_read_where_they_lie(monkeypatch):
 
 
 def with_numbers(tables):
-    """`pass_tables`, which must use the numbers that are prepared, if there are any."""
+    """`numbers_on_device`, which must use the numbers that are prepared, if there are any."""
 
     def call(is_backward, shape, bands, device, stream, prepared=None, *rest):
         found = tables(is_backward, shape, bands, device, stream, prepared, *rest)
@@ -451,7 +451,7 @@ def refuse(monkeypatch) -> None:
     monkeypatch.setattr(hopper_plan, "make_host_plan", fail)
     monkeypatch.setattr(hopper_plan.hashlib, "blake2b", fail)
     monkeypatch.setattr(hopper_plan.HostPlan, "schedule", fail)
-    monkeypatch.setattr(mask_numbers, "pass_tables", with_numbers(mask_numbers.pass_tables))
+    monkeypatch.setattr(mask_numbers, "numbers_on_device", with_numbers(mask_numbers.numbers_on_device))
     monkeypatch.setattr(PackedArrays, "to", fail)
     monkeypatch.setattr(cast_args, "arrival_arrays", fail)
 

@@ -114,16 +114,18 @@ def test_rates_beside_magi_attention_are_those_of_the_results():
     "name, mask", [("one causal document", "causal"), ("packed documents", "documents"), ("window", "window_sink")]
 )
 def test_times_of_training_steps_are_those_of_the_results(name, mask):
-    found = {(r["tokens_per_gpu"], r["provider"]): r for r in rows("training_speed_2gpu.csv") if r["mask"] == mask}
+    found = {(r["tokens_per_gpu"], r["provider"]): r for r in rows("training_speed_h200_2gpu.csv") if r["mask"] == mask}
     _, *lines = table("docs/performance.md", "mask, tokens a GPU | magi | TE p2p")
     lines = [line for line in lines if line[0].startswith(name)]
     assert len(lines) == 2
     best = {}
-    for label, magi, p2p, a2a, _, ratio, memory in lines:
+    for label, magi, p2p, a2a, gathered, ratio, memory in lines:
         length = str(LENGTHS[label.split()[-1]])
         ours = found[length, "magi"]
         times = [f"{float(found[length, way]['step_ms']):,.0f}" for way in ("magi", "te_p2p", "te_a2a")]
         assert [cell.split()[0] for cell in (magi, p2p, a2a)] == times, label
+        last = found.get((length, "te_all_gather"))
+        assert gathered.split()[0] == (f"{float(last['step_ms']):,.0f}" if last else "(not"), label
         assert float(ratio) == pytest.approx(float(ours["times_te_best"]), abs=0.0051), label
         # Where TE cannot express a mask another one ran, which is not compared.
         of_te = [found[length, way] for way in ("te_p2p", "te_a2a") if found[length, way]["ran"] == ours["ran"]]
@@ -180,6 +182,43 @@ def test_distributed_rates_are_those_of_the_results():
         assert stated and all(list(pair) == span for pair in stated), page
 
 
+def test_times_of_given_layouts_are_those_of_the_results():
+    took = {
+        (r["mask"], int(r["tokens_a_gpu"]), r["way"]): both_passes(r)
+        for r in rows("layouts_2gpu.csv")
+        if r["forward_ms"]
+    }
+    names = DISTRIBUTED | {"documents of 64 to 640 tokens": "short_documents"}
+    _, *lines = table("docs/performance_planning.md", "mask, tokens a GPU | planned | zigzag")
+    assert len(lines) == 2 * len(DISTRIBUTED)
+    travels, homes, of_te = [], [], []
+    for label, planned, *cells in lines:
+        name, length = label.rsplit(", ", 1)
+        ways = {way: ms for (mask, n, way), ms in took.items() if (mask, n) == (names[name], LENGTHS[length])}
+        assert planned == _ms(ways["magi"]), label
+        for layout, cell in zip(("magi_zigzag", "magi_contiguous"), cells[:2], strict=True):
+            home, travel = ways.get(layout), ways.get(f"{layout}_travel")
+            if home is None:
+                assert cell == "as planned", label
+                continue
+            ratio = f"({(travel or home) / ways['magi']:.2f})"
+            assert cell == ", ".join(map(_ms, filter(None, (home, travel)))) + f" {ratio}", label
+            homes.append(home / ways["magi"])
+            travels += [travel / ways["magi"]] if travel else []
+            if travel:
+                of_te += [ways[way] / travel for way in ("te_p2p", "te_all_gather")]
+        for way, cell in zip(("te_p2p", "te_all_gather"), cells[2:], strict=True):
+            assert cell == (_ms(ways[way]) if way in ways else "(no such mask)"), label
+    text = " ".join((ROOT / "docs/performance_planning.md").read_text().split())
+    assert f"layouts take {min(travels):.2f} to {max(travels):.2f} times as long as the planner's own" in text
+    assert f"computed at home up to {max(homes):.2f} times" in text
+    assert f"take {min(of_te):.2f} to {max(of_te):.2f} times as long as these on the same masks" in text
+
+
+def _ms(value):
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}"
+
+
 def test_added_time_of_one_launch_is_that_of_the_results():
     names = {"64 documents": "64", "64 to 1,024 tokens each": "short", "window of 1,024": "window"}
     names["one causal document"] = "causal"
@@ -197,7 +236,7 @@ def test_added_time_of_one_launch_is_that_of_the_results():
 def test_ratios_of_training_steps_at_8k_are_those_of_both_runs():
     text = " ".join((ROOT / "docs/performance.md").read_text().split())
     fastest, medians = {}, {}
-    for name in ("training_speed_2gpu.csv", "training_speed_2gpu_earlier.csv"):
+    for name in ("training_speed_h200_2gpu.csv", "training_speed_2gpu.csv"):
         for length in ("32768", "8192"):
             for mask in ("causal", "documents", "window_sink"):
                 same = [r for r in rows(name) if (r["mask"], r["tokens_per_gpu"]) == (mask, length)]
@@ -209,8 +248,8 @@ def test_ratios_of_training_steps_at_8k_are_those_of_both_runs():
                         ratio = min(float(r[column]) for r in of_te) / float(magi[0][column])
                         ratios.setdefault((name, length), []).append(ratio)
     shown = {key: [f"{r:.2f}" for r in found] for key, found in fastest.items()}
-    new, earlier = "training_speed_2gpu.csv", "training_speed_2gpu_earlier.csv"
-    assert f"the ratios are {', '.join(shown[new, '32768'] + shown[new, '8192'])}. Packed" in text
+    new, earlier = "training_speed_h200_2gpu.csv", "training_speed_2gpu.csv"
+    assert f"the ratios are {', '.join(shown[new, '32768'] + shown[new, '8192'])}. Step" in text
     first, *rest = shown[earlier, "8192"]
     assert f"({first}, {' and '.join(rest)} by the fastest steps)" in text
     at_8k = [f"{r:.2f}" for r in medians[earlier, "8192"]]

@@ -25,6 +25,7 @@ from megatron_magi.testing.spawn import run_ranks
 from tests.comm import peer_simulation as simulation
 from tests.comm.random_transfers import Transfers, check_casts, random_tensor
 from tests.comm.test_group_collective import cast_everything, merge_lse, reduce_low_precision, same_bits
+from tests.cuda.struct_layout import layout_checks
 
 
 def many_rows(num_ranks: int, seed: int, most: int = 60) -> Transfers:
@@ -186,49 +187,34 @@ def test_whether_ranks_reach_each_others_memory_is_decided_once(ranks):
 
 
 @pytest.mark.parametrize(
-    ("source", "params", "after_shift", "defines"),
+    ("source", "defines"),
     [
-        *(
-            (name, "PutParams", 1, defines)
-            for name, defines in (
-                peer_kernels.put_kernel(1, 4096),
-                peer_kernels.put_kernel(16, 4096),
-                peer_kernels.put_kernel(16, 64, (torch.bfloat16, torch.float32), 8),
-                peer_kernels.put_kernel(16, 4096, (torch.bfloat16, torch.float32), 8),
-            )
-        ),
-        ("get_rows", "GetParams", 3, ("UNIT=16",)),
+        peer_kernels.put_kernel(1, 4096),
+        peer_kernels.put_kernel(16, 4096),
+        peer_kernels.put_kernel(16, 64, (torch.bfloat16, torch.float32), 8),
+        peer_kernels.put_kernel(16, 4096, (torch.bfloat16, torch.float32), 8),
+        ("get_rows", ("UNIT=16",)),
     ],
 )
-def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, params, after_shift, defines):
+def test_parameters_lie_where_the_kernels_read_them(monkeypatch, source, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
-    shape, slot_rows = peer_kernels.SHAPES[source], row_memory.SLOT_ROWS.size
-    lists = f"{slot_rows}s" * shape.num_lists
-    size = struct.calcsize(f"{peers.PEERS.size}s{lists}{shape.rest}")
+    params, control = peer_kernels.params_of(source), peers.control_struct()
     more = f'static_assert(sizeof(Route) == {8 * peer_tables.ROUTE_WORDS}, "route");'
     checks = (
-        f'static_assert(sizeof({params}) == {size}, "size");{more if params == "PutParams" else ""}'
-        f'static_assert(__INTADDR__(&static_cast<{params}*>(0)->chunk_shift) == {size - 8 - 8 * after_shift}, "shift");'
-        f'static_assert(sizeof(Peers) == {peers.PEERS.size} && sizeof(SlotRows) == {slot_rows}, "parts");'
-        f'static_assert(__INTADDR__(&static_cast<Peers*>(0)->rank) == {peers.PEERS.size - 8}, "rank");'
-        f'static_assert(__INTADDR__(&static_cast<SlotRows*>(0)->units) == {slot_rows - 16}, "units");'
-        f'static_assert(sizeof(Control) <= {peers._CONTROL_BYTES}, "control");'
-        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->broken) == {native._BROKEN}, "broken");'
-        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->get_call) == {native._GET_CALL}, "call");'
-        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->left) == {peers._LEFT_AT}, "left");'
+        layout_checks(params), layout_checks(control), more if source != "get_rows" else "",
         f"static_assert(kMaxChunks == {native_slots.MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
         f'"bounds");static_assert(__INTADDR__(&static_cast<Notice*>(0)->part) == 16, "notice");'
-        f'static_assert(kMaxRanks == {peers.MAX_RANKS}, "ranks");'
-    )
+        f'static_assert(kMaxRanks == {peers.MAX_RANKS} && kMaxTensors == {row_memory.MOST_TENSORS}, "ranks");',
+    )  # fmt: skip
     flatten = cuda_build.flatten_source
-    monkeypatch.setattr(cuda_build, "flatten_source", lambda path: flatten(path) + checks + "\n")
+    monkeypatch.setattr(cuda_build, "flatten_source", lambda path: flatten(path) + "\n".join(checks) + "\n")
     cuda_build.compile_kernel(f"group_collective/{source}.cu", defines)
 
 
 def test_rows_of_a_slot_have_their_tensors_side_by_side():
-    packed = row_memory.pack_slot_rows([(4096, 512, 256), (8192, 64, 32)], 288, 16, 8)
-    address = struct.unpack("4Q4q4i2iq", packed)
-    assert address == (4096, 8192, 0, 0, 512, 64, 0, 0, 0, 16, 18, 18, 18, 2, 288)
+    packed = row_memory.slot_rows([(4096, 512, 256), (8192, 64, 32)], 288, 16, 8)
+    numbers = struct.unpack("4Q4q4i2iq", packed)
+    assert numbers == (4096, 8192, 0, 0, 512, 64, 0, 0, 0, 16, 18, 18, 18, 2, 288)
 
 
 @pytest.mark.parametrize("num_sms", [132, 114, 78])

@@ -14,6 +14,7 @@ from megatron_magi.comm.impl import native
 from megatron_magi.comm.movement import SentRows
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import rows_of
+from megatron_magi.cuda.params import struct
 from tests.comm.random_transfers import Transfers
 
 
@@ -97,11 +98,12 @@ def test_launches_are_prepared_once_for_calls_that_differ_in_addresses_alone(mon
     args = Transfers([4, 4], rows, [None] * 2).args(0, "cpu")
     mover = object.__new__(native.Native)
     mover._device, mover._started = torch.device("cuda", 0), SimpleNamespace(cuda_event=3)
-    mover._memory, mover._flags = SimpleNamespace(generation=0, packed=b""), torch.zeros(1)
+    mover._memory = SimpleNamespace(generation=0, peers=struct("group_collective/peers.cuh", "Peers")())
+    mover._flags = torch.zeros(1)
     mover._num_sms, made = 132, []
     monkeypatch.setattr(native, "_of_device", lambda _: [mover])
-    monkeypatch.setattr(native, "kernel_of", lambda name, *_: SimpleNamespace(name=name, loads=4))
-    monkeypatch.setattr(native, "Launch", lambda kernel, *_, **__: made.append(kernel.name) or object())
+    monkeypatch.setattr(native, "kernel_of", lambda name, *_: SimpleNamespace(name=name))
+    monkeypatch.setattr(native, "PeerLaunch", lambda kernel, *_, **__: made.append(kernel.name) or object())
     x = [torch.zeros(4, 64) for _ in range(3)]
     layout = RowLayout.of(x[:1])
     own, other, out = (rows_of([t], layout.sizes) for t in x)
@@ -165,10 +167,13 @@ def test_attention_starts_beside_the_kernel_that_brings_rows_unless_other_groups
     monkeypatch, num_groups
 ):
     mover = object.__new__(native.Native)
-    mover._device, mover._flags, mover._own_memory = None, torch.zeros(1), lambda: (0, 8, 16, 5)
+    mover._device, mover._flags, mover._rendezvous = None, torch.zeros(1), SimpleNamespace(rank=1)
+    of_ranks = struct("group_collective/peers.cuh", "Peers")(control=(8, 64), notice=16, timeout_ns=5)
+    mover._memory = SimpleNamespace(peers=of_ranks)
     monkeypatch.setattr(native, "_of_device", lambda _: [mover] * num_groups)
     launch = SimpleNamespace(step=lambda *lists: lists)
     monkeypatch.setattr(mover, "_launches", lambda *_: (launch,), raising=False)
     x = [torch.zeros(4, 64)]
     made = mover.arriving(x, None, RowLayout.of(x), x, "sources", "places")
     assert made.step == ("sources", "places") and made.overlaps == (num_groups == 1)
+    assert (made.notice, made.timeout_ns) == (16, 5) and 64 < made.broken < made.call

@@ -76,14 +76,19 @@ def told(monkeypatch, request):
     return found
 
 
+class Words(ctypes.Structure):
+    _fields_ = [("words", ctypes.c_uint64 * WORDS)]
+
+
 def words(number, changed=None):
     """Parameters of a step, in which some words are changed."""
     return tuple((changed or {}).get(i, 100 * number + i) for i in range(WORDS))
 
 
 def step(number, fields=None, maps=()):
-    kernel, params = Kernel(ctypes.c_void_p(number), 32, 0, context=number), (ctypes.c_uint64 * WORDS)(*words(number))
-    return Step(kernel, number, params, maps, fields or {}, overlaps=number % 2 == 1)
+    kernel, params = Kernel(ctypes.c_void_p(number), 32, 0, context=number), Words(words(number))
+    fields = {f"words.{i}": place for i, place in (fields or {}).items()}
+    return Step(kernel, number, params, maps, fields, overlaps=number % 2 == 1)
 
 
 def tensor(rows=3):
@@ -105,9 +110,9 @@ def encoded(monkeypatch):
 
 def make():
     steps = [
-        step(1, {0: ("a", 0), 8: ("b", 16)}),
+        step(1, {0: ("a", 0), 1: ("b", 16)}),
         step(2),
-        step(3, {128: ("b", 8), 144: ("a", -8)}, [Map(tensor(), (64,), ("b", 256))]),
+        step(3, {16: ("b", 8), 18: ("a", -8)}, [Map(tensor(), (64,), ("b", 256))]),
     ]
     return LaunchList(steps, ("b", "a"), 77, threading.Lock())
 

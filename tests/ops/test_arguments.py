@@ -51,14 +51,14 @@ def test_bands_that_were_checked_are_checked_again_when_they_or_the_tensors_chan
         ({"v": torch.zeros(5, 2, 0)}, "^q, k, v: heads"),
         ({"q": torch.zeros(6, 4, 0), "k": torch.zeros(5, 2, 0)}, "^q, k, v: heads"),
         ({"q": torch.zeros(6, 4, 8).double()}, "^k: expected the dtype of q"),
-        ({"v": torch.zeros(5, 2, 3, device="meta")}, "^v: expected the device of q, cpu, got meta"),
+        ({"v": torch.zeros(5, 2, 3, device="meta")}, "^v: expected the device of q, (cpu|cuda:0), got meta"),
         ({"k": torch.zeros(5, 2, 8).to_sparse()}, "^k: expected a dense tensor, got one of layout torch.sparse_coo"),
         ({"v": [[[0.0] * 3] * 2] * 5}, "^v: expected a tensor, got list"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
-        slice_attention_forward(**qkv(**changes), bands=BANDS)
+        slice_attention_forward(**qkv(**forced.on_device(changes)), bands=BANDS)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_bands_out_of_bounds_are_named(bands, message):
 )
 def test_options_out_of_range_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        slice_attention_forward(**qkv(), bands=BANDS, **options)
+        slice_attention_forward(**qkv(), bands=BANDS, **forced.on_device(options))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_options_out_of_range_are_named(options, message):
 def test_arguments_of_the_backward_are_named(changes, message):
     tensors = {"dout": torch.zeros(6, 4, 3), "lse": torch.zeros(6, 4), "delta": torch.zeros(6, 4)}
     with pytest.raises(ValueError, match=message):
-        slice_attention_backward(**(qkv() | tensors | changes), bands=BANDS)
+        slice_attention_backward(**(qkv() | tensors | forced.on_device(changes)), bands=BANDS)
 
 
 def test_a_mask_over_other_lengths_is_refused():

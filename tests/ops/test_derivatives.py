@@ -9,6 +9,7 @@ from megatron_magi import block_sparse_attention, index_sparse_attention, slice_
 from megatron_magi.api import calc_attn, dispatch, flex_flash_attn_func, magi_attn_varlen_key, roll, undispatch
 from megatron_magi.extensions import sdpa_func_with_sink
 from megatron_magi.mask import builders
+from tests import forced
 
 MASK = builders.causal(6)
 
@@ -141,7 +142,7 @@ def test_gradients_of_a_batch_are_an_error_or_those_of_each(attend):
 def of_ranks(rank, num_ranks):
     """Whether `calc_attn` on several ranks, between a dispatch and an undispatch, and after a roll, refuses."""
     key = magi_attn_varlen_key([0, 64], [0, 64], causal=True, chunk_size=8, cp_group_or_mesh=dist.group.WORLD)
-    draw = torch.Generator().manual_seed(0)
+    draw = forced.generator(0)
     x = torch.randn(64, 2, 8, generator=draw, dtype=torch.float64)
 
     def loss(x):

@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 from megatron_magi.backends.reference import lists
 from megatron_magi.ops.latent_attention import latent_sparse_attention
 from megatron_magi.ops.sparse_attention import index_sparse_attention
+from tests import forced
 from tests.ops.test_sparse_attention import assert_same, dense_attention
 
 
 def tensors(num_rows, num_keys, heads=(4, 1), dim=12, dtype=torch.float64, seed=0):
-    gen = torch.Generator().manual_seed(seed)
+    gen = forced.generator(seed)
     shapes = [(num_rows, heads[0], dim), (num_keys, heads[1], dim)]
     return [torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
 def random_lists(num_rows, num_keys, topk, num_lists=1, seed=0):
     """Different keys, some of which are -1."""
-    gen = torch.Generator().manual_seed(seed)
+    gen = forced.generator(seed)
     indices = torch.rand(num_rows, num_lists, num_keys, generator=gen).argsort(-1)[..., :topk]
     return indices.masked_fill(torch.rand(indices.shape, generator=gen) < 0.3, -1)
 
@@ -83,7 +84,7 @@ def test_dims_of_mla_in_bf16_are_as_good_as_plain_torch():
 
 def test_it_is_index_sparse_attention_with_one_gradient():
     q, kv = tensors(9, 20, (4, 2))
-    indices = torch.randint(-1, 20, (9, 2, 13), generator=torch.Generator().manual_seed(1))  # some named twice
+    indices = torch.randint(-1, 20, (9, 2, 13), generator=forced.generator(1))  # some named twice
     got = latent_sparse_attention(q, kv, indices, softmax_scale=0.3, dim_v=7)
     want = index_sparse_attention(q, kv, kv[..., :7], indices, softmax_scale=0.3)
     assert_same(got, (want[0], want[1].lse), [q, kv])
@@ -110,7 +111,7 @@ def test_the_definition_takes_memory_for_some_queries_at_a_time(monkeypatch):
 
 def test_gradients_of_the_definition_repeat():
     q, kv = tensors(64, 8, (4, 1), 64, torch.float32)
-    indices = torch.randint(0, 8, (64, 1, 32), generator=torch.Generator().manual_seed(0))
+    indices = torch.randint(0, 8, (64, 1, 32), generator=forced.generator(0))
     out, _ = latent_sparse_attention(q, kv, indices, softmax_scale=0.1, dim_v=48)
     first, *others = (torch.autograd.grad(out.sum(), (q, kv), retain_graph=True) for _ in range(4))
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

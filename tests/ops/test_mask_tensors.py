@@ -131,7 +131,7 @@ def test_tensors_of_the_host_are_read_each_time():
 def test_wrong_tensors_are_named_wherever_they_are(bad, on_device):
     ranges_of = DeviceRanges().ranges if on_device else mask_tensors.ranges_of_tensors
     with pytest.raises(ValueError, match=r"k_ranges: expected (integers|shape)"):
-        ranges_of([torch.zeros(2, 2, dtype=torch.int32), bad], 10, 11)
+        ranges_of([torch.zeros(2, 2, dtype=torch.int32, device=bad.device), bad], 10, 11)
 
 
 def test_the_cache_is_bounded_and_keeps_no_tensor_alive(copies):

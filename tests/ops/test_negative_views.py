@@ -9,6 +9,7 @@ from megatron_magi import block_sparse_attention, slice_attention
 from megatron_magi.api import calc_attn, flex_flash_attn_func, magi_attn_varlen_key
 from megatron_magi.extensions import sdpa_func_with_sink
 from megatron_magi.mask import builders
+from tests import forced
 
 MASK = builders.causal(70)
 
@@ -37,7 +38,9 @@ def by_torch(q, k, v, sink):
 ON_GPU = [pytest.mark.gpu, pytest.mark.sm90]
 
 
-@pytest.mark.parametrize("device, dtype", [("cpu", torch.float64), pytest.param("cuda", torch.bfloat16, marks=ON_GPU)])
+@pytest.mark.parametrize(
+    "device, dtype", [(forced.DEVICE, forced.DTYPE), pytest.param("cuda", torch.bfloat16, marks=ON_GPU)]
+)
 @pytest.mark.parametrize("attend", [by_mask, by_key, by_ranges, by_blocks, by_torch])
 def test_they_are_read_as_their_copies(attend, device, dtype):
     shapes = (70, 2, 64), (70, 2, 64), (70, 2, 64), (2, 2)

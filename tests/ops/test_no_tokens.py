@@ -10,6 +10,7 @@ import torch
 from megatron_magi import block_sparse_attention, index_sparse_attention, slice_attention
 from megatron_magi.api import calc_attn, dispatch, flex_flash_attn_func, magi_attn_flex_key, roll, undispatch
 from megatron_magi.mask import AttnMask
+from tests import forced
 
 HEADS_Q, HEADS_KV = 4, 2
 SHAPES = [(0, 0), (0, 70), (70, 0)]
@@ -74,7 +75,7 @@ KERNELS = {
     "ffa no indices": by_indices(0, "ffa"),
     "ffa indices": by_indices(3, "ffa"),
 }
-CASES = [(name, "cpu", torch.float32) for name in ENTRIES]
+CASES = [(name, forced.DEVICE, torch.float32) for name in ENTRIES]
 CASES += [pytest.param(name, "cuda", torch.float32, marks=pytest.mark.gpu) for name in ENTRIES]
 CASES += [pytest.param(name, "cuda", torch.bfloat16, marks=ON_GPU) for name in KERNELS]
 
@@ -101,7 +102,9 @@ def test_results_and_gradients_are_zero(entry, device, dtype, num_rows, num_keys
         assert grad.shape == x.shape and grad.dtype == x.dtype and not grad.any()
 
 
-@pytest.mark.parametrize("device, dtype", [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=ON_GPU)])
+@pytest.mark.parametrize(
+    "device, dtype", [(forced.DEVICE, torch.float32), pytest.param("cuda", torch.bfloat16, marks=ON_GPU)]
+)
 def test_a_key_of_no_tokens_has_padding_alone(device, dtype):
     key = magi_attn_flex_key([], [], [], 0, 0)
     x = torch.zeros(0, 2, 64, device=device, dtype=dtype, requires_grad=True)

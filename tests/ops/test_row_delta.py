@@ -13,10 +13,11 @@ from megatron_magi.mask import builders
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import row_delta
 from megatron_magi.plan import make_plan
+from tests import forced
 
 
 def tensors(num_rows=20, dim=8):
-    gen = torch.Generator().manual_seed(0)
+    gen = forced.generator(0)
     return [torch.randn(num_rows, heads, dim, generator=gen, requires_grad=True) for heads in (4, 2, 2)]
 
 

@@ -273,7 +273,7 @@ def test_gpus_agree_with_the_naive_formula_in_fp64(mask, sink, softcap):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_autocast_changes_no_bit_of_either_pass(impl):
     def passes(enabled):
-        gen = torch.Generator().manual_seed(0)
+        gen = forced.generator(0)
         q, k, v = (torch.randn(24, 2, 8, generator=gen, requires_grad=True) for _ in range(3))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             out, meta = slice_attention(q, k, v, builders.causal(24), impl=impl)
@@ -295,7 +295,7 @@ IMPLEMENTATIONS = [
 @pytest.mark.parametrize(("impl", "device", "dim", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("per_row", [False, True])
 def test_one_sink_is_as_beside_one_of_minus_infinity(impl, device, dim, dtype, per_row):
-    gen = torch.Generator().manual_seed(0)
+    gen = forced.generator(0)
     q, k, v = (torch.randn(6, 2, dim, generator=gen, dtype=torch.float64) for _ in range(3))
     q, k, v = (t.to(device, dtype).requires_grad_() for t in (q, k, v))
     mask = AttnMask([(0, 4, 0, 4, 1)], 6)
@@ -315,7 +315,7 @@ def test_one_sink_is_as_beside_one_of_minus_infinity(impl, device, dim, dtype, p
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("per_row", [False, True])
 def test_an_infinite_sink_takes_everything(impl, device, dim, dtype, deterministic, per_row):
-    gen = torch.Generator().manual_seed(0)
+    gen = forced.generator(0)
     q, k, v = (torch.randn(6, 2, dim, generator=gen, dtype=torch.float64) for _ in range(3))
     q, k, v = (t.to(device, dtype).requires_grad_() for t in (q, k, v))
     mask = AttnMask([(0, 4, 0, 4, 1)], 6)
@@ -343,7 +343,7 @@ def test_logits_may_be_as_large_as_their_dtype_holds(impl, softcap, size, tiny_b
     """As training that diverges makes them: a row's weight goes to its largest logit."""
     if impl not in ("torch", "reference") and size > 1e6:
         pytest.skip("of kernels not so large, see docs/own_loop.md")
-    gen = torch.Generator().manual_seed(0)
+    gen = forced.generator(0)
     q, k, v = (torch.randn(20, heads, 8, generator=gen) for heads in (4, 2, 2))
     q, k, v = (x.requires_grad_() for x in (q * size**0.5, k * size**0.5, v))
     results = []

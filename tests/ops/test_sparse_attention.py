@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from megatron_magi.backends.registry import SPARSE
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
+from tests import forced
 from tests.backends.sm90.sparse_cases import csr_of_mask, lists_with_gaps, random_mask
 
 
 def tensors(num_rows, num_keys, heads=(4, 2), dim=8, seed=0):
-    gen = torch.Generator().manual_seed(seed)
+    gen = forced.generator(seed)
     shapes = [(num_rows, heads[0], dim), (num_keys, heads[1], dim), (num_keys, heads[1], dim)]
     return [torch.randn(shape, generator=gen, dtype=torch.float64).requires_grad_() for shape in shapes]
 
@@ -61,7 +62,7 @@ def test_block_sparse_attention_is_dense_attention_of_the_expanded_mask(
     shape, q_block, k_block, heads, causal, per_head, has_sink, form, seed, scale
 ):
     num_rows, num_keys = shape
-    gen = torch.Generator().manual_seed(seed)
+    gen = forced.generator(seed)
     mask = random_mask(gen, heads[1] if per_head else 1, num_rows, num_keys, q_block, k_block)
     blocks = {"mask": lambda: mask, "csr": lambda: csr_of_mask(mask), "lists": lambda: lists_with_gaps(mask, gen)}[
         form
@@ -79,7 +80,7 @@ def test_block_sparse_attention_is_dense_attention_of_the_expanded_mask(
 @given(sizes, st.integers(1, 30), st.sampled_from([(4, 2), (3, 1)]), st.booleans(), st.integers(0, 999))
 def test_index_sparse_attention_is_dense_attention_of_the_listed_keys(shape, topk, heads, per_head, seed):
     num_rows, num_keys = shape
-    gen = torch.Generator().manual_seed(seed)
+    gen = forced.generator(seed)
     lists = heads[1] if per_head else 1
     indices = torch.rand(num_rows, lists, num_keys, generator=gen).argsort(-1)[..., :topk]
     indices = indices.masked_fill(torch.rand(indices.shape, generator=gen) < 0.3, -1)
@@ -94,7 +95,7 @@ def test_index_sparse_attention_is_dense_attention_of_the_listed_keys(shape, top
 def test_offsets_may_begin_and_end_inside_the_entries():
     """As those of some of the rows do."""
     q, k, v = tensors(12, 200)
-    mask = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(3)) < 0.6
+    mask = torch.rand(2, 3, 4, generator=forced.generator(3)) < 0.6
     offsets, entries = csr_of_mask(mask)
     sizes = {"q_block_size": 4, "k_block_size": 64}
     part = block_sparse_attention(q[4:8], k, v, (offsets[:, 1:3], entries), **sizes)
@@ -223,7 +224,7 @@ def test_compiled_functions_are_one_graph_for_all_patterns():
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     inputs = tensors(10, 100)
-    gen = torch.Generator().manual_seed(0)
+    gen = forced.generator(0)
     for _ in range(3):
         mask = torch.rand(3, 2, generator=gen) < 0.7
         indices = torch.randint(-1, 100, (10, 1, 8), generator=gen)

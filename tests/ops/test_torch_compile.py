@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def tensors(num_rows=24, dim_v=8, dtype=forced.DTYPE, device=forced.DEVICE):
-    gen = torch.Generator().manual_seed(num_rows)
+    gen = forced.generator(num_rows)
     shapes = [(num_rows, 4, 8), (num_rows, 2, 8), (num_rows, 2, dim_v)]
     return [torch.randn(shape, generator=gen, dtype=dtype).to(device).requires_grad_() for shape in shapes]
 
@@ -170,7 +170,7 @@ def test_the_operators_stay_out_of_captured_graphs_which_would_replay_one_mask_f
 @pytest.mark.gpu
 def test_a_compiled_function_with_cuda_graphs_follows_ranges_that_change():
     compiled = torch.compile(flex, mode="reduce-overhead", fullgraph=True)
-    gen = torch.Generator().manual_seed(0)
+    gen = forced.generator(0)
     inputs = [torch.randn(256, n, 64, generator=gen).bfloat16().cuda() for n in (4, 2, 2)]
     for end in (64, 128, 200, 64):
         ranges = torch.tensor([[0, end], [end, 256]], device="cuda")
@@ -183,7 +183,7 @@ def test_a_compiled_function_with_cuda_graphs_follows_ranges_that_change():
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_attention_on_a_gpu_gives_the_bits_of_eager_mode(backend):
     compiled = torch.compile(step, backend=backend, fullgraph=True)
-    gen = torch.Generator().manual_seed(0)
+    gen = forced.generator(0)
     inputs = [torch.randn(300, n, 64, generator=gen).bfloat16().cuda().requires_grad_() for n in (4, 2, 2)]
     for causal in (True, False):
         mask = builders.varlen(doc_lengths=[100, 200], causal=causal)

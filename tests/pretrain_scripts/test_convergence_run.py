@@ -29,8 +29,27 @@ def test_what_follows_two_dashes_goes_to_megatron(script: ModuleType) -> None:
 
 def test_argument_of_megatron_before_the_dashes_is_refused(script: ModuleType, capsys) -> None:
     with pytest.raises(SystemExit):
-        script.read_options(["gpt_114m_2k", "--out", "folder", "--lr", "1e-4"])
+        script.read_options(["gpt_103m_4k", "--out", "folder", "--lr", "1e-4"])
     assert "--lr" in capsys.readouterr().err
+
+
+def test_one_seed_is_no_band(script: ModuleType, capsys) -> None:
+    with pytest.raises(SystemExit):
+        script.read_options(["gpt_103m_4k", "--out", "folder", "--seeds", "7", "7"])
+    assert "--seeds" in capsys.readouterr().err
+
+
+def test_each_attention_is_trained_with_each_seed(script: ModuleType, monkeypatch, tmp_path: Path) -> None:
+    asked = {}
+    monkeypatch.setattr(script, "train", lambda name, arguments, ranks, out: asked.update({name: (arguments, ranks)}))
+    monkeypatch.setattr(script, "data_args", lambda path, out: [])
+    monkeypatch.setattr(script.curves, "report", lambda folder, title: 0)
+    command = ["tiny_128", "--out", str(tmp_path), "--ranks", "2", "--cp-sizes", "2", "--seeds", "5", "6"]
+    assert script.main(command) == 0
+    assert list(asked) == ["stock_seed_5", "magi_cp2_seed_5", "stock_seed_6", "magi_cp2_seed_6"]
+    for name, (arguments, ranks) in asked.items():
+        assert arguments[arguments.index("--seed") + 1] == name[-1]
+        assert ("magi" in arguments, ranks) == (name.startswith("magi"), 2)
 
 
 def test_masks_that_transformer_engine_does_not_read_are_not_made(script: ModuleType, monkeypatch) -> None:

@@ -17,7 +17,7 @@ and not the kernel:
 ``torch_ring`` and ``torch_all_gather`` are PyTorch's own `context_parallel`, over PyTorch's own kernels; accelerate's
 context parallelism calls the same (by default the second), for causal masks alone. ``torch_flex``,
 ``torch_flex_head_tail`` and ``torch_flex_blocks`` are PyTorch's FlexAttention under context parallelism, without and
-with its load balancers.
+with its load balancers. ``te_p2p`` and ``te_all_gather`` are Transformer Engine's own.
 
 Unlike in other implementations documents need no padding: pieces and shards may differ in length.
 """
@@ -28,6 +28,7 @@ from benchmarks._lib.baselines.base import Baseline, Cluster, Unsupported
 from benchmarks._lib.baselines.gather import AllGather
 from benchmarks._lib.baselines.ring import DoubleRing, Ring
 from benchmarks._lib.baselines.subgroups import Subgroups
+from benchmarks._lib.baselines.te import TeAllGather, TeP2P
 from benchmarks._lib.baselines.torch_flex import TorchFlex, TorchFlexBlocks, TorchFlexHeadTail
 from benchmarks._lib.baselines.torch_native import TorchAllGather, TorchRing
 from benchmarks._lib.baselines.ulysses import USP, Ulysses
@@ -44,6 +45,8 @@ BASELINES: dict[str, type[Baseline]] = {
     "torch_flex": TorchFlex,
     "torch_flex_head_tail": TorchFlexHeadTail,
     "torch_flex_blocks": TorchFlexBlocks,
+    "te_p2p": TeP2P,
+    "te_all_gather": TeAllGather,
 }
 """By name, in the order of tables and charts."""
 

@@ -73,4 +73,4 @@ class Sm90(Backend):
 
     @staticmethod
     def common_kernels() -> Kernels:
-        return [(sm90_kernels.source_of(name), macros) for name, macros in sm90_kernels.common_kernels()]
+        return [variant.build_args for variant in sm90_kernels.common_kernels()]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron_magi.backends.sm90 import kernels as hopper_kernels
 from megatron_magi.backends.sm90.choices import WHOLE_TILE
+from megatron_magi.backends.sm90.kernels import KernelVariant
 from megatron_magi.backends.sm90.mask_numbers import BackwardForm, first_arriving
 from megatron_magi.backends.sm90.support import (
     COUNTER_BYTES,
@@ -154,20 +155,20 @@ class BackwardSteps:
         packed, captured, adds_dq = self._form.choice.packed, self._form.captured, self._form.choice.adds_dq
         num_rows, num_heads = lse.shape
         scale = self._options.softmax_scale * LOG2_E
-        params = hopper_kernels.params("preprocess", captured=captured, delta=out is not None)(
+        kernel, heads = hopper_kernels.preprocess(captured), _STATS_HEADS
+        if out is not None:
+            assert not captured
+            kernel, heads = hopper_kernels.preprocess_delta(out.dtype, out.shape[2]), _DELTA_HEADS
+        params = kernel.params(
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
             num_rows=num_rows, num_heads=num_heads, stats_row=self._stats_row, log2_packed=packed.bit_length() - 1,
             split=-1.0 / scale if self._splits_stats else 0.0,
             num_sums=self._num_sums // 4 if self._part.is_first else 0, concurrent=int(self._fetching is not None),
         )  # fmt: skip
-        given, macros, heads = ["lse"], hopper_kernels.if_captured(captured), _STATS_HEADS
-        if out is None:
-            given.append("delta")
-        else:
-            assert not captured
+        given = ["lse", "delta"]
+        if out is not None:
             params.dout_row, params.dout_head, params.out_row, params.out_head = *dout.stride()[:2], *out.stride()[:2]
-            given += ["dout", "out", *(["delta"] if self._wants_delta else [])]
-            macros, heads = hopper_kernels.delta_macros(out.dtype, out.shape[2]), _DELTA_HEADS
+            given = ["lse", "dout", "out", *(["delta"] if self._wants_delta else [])]
         fields: dict[str, Place] = {name: (name, 0) for name in given}
         fields |= {"lse_out": _STATS, "delta_out": _MINUS_DELTA}
         numbers = {"numbers": "keys.numbers"} if captured else {}
@@ -175,18 +176,18 @@ class BackwardSteps:
             fields |= {"sums": _SUMS, "key_sums": self._key_sums}
             numbers["num_key_sums"] = "key_sums.vectors"
         blocks = max(self._rows // 32 * -(-num_heads // heads), _ZEROING_BLOCKS if adds_dq else 1)
-        kernel = hopper_kernels.small_kernel(lse.device, "preprocess", macros)
+        kernel = kernel.load(lse.device)
         return Step(kernel, blocks, params, fields=fields, numbers=numbers, overlaps=self._overlaps)
 
     def _whole(self) -> Step:
         """Writes dk and dv, or adds to their sums if query heads are split; and adds to the sums of dq."""
         q, k, form = self._inputs.q, self._inputs.k, self._form
-        params = self._params("backward", form.targets.store_keys, dk=self._grads.dk, dv=self._grads.dv)
+        kernel = hopper_kernels.backward(
+            q.dtype, self._dims, self._options.softcap > 0, form.choice.adds_dq, form.arrives, form.captured
+        )
+        params = self._params(kernel, form.targets.store_keys, dk=self._grads.dk, dv=self._grads.dv)
         params.group, params.heads_kv = q.shape[1] // form.choice.packed // k.shape[1], k.shape[1]
         params.units = self._stats_row // UNIT
-        kernel = hopper_kernels.backward_kernel(
-            q.device, q.dtype, self._dims, self._options.softcap > 0, form.choice.adds_dq, form.arrives, form.captured
-        )
         keys, queries = WHOLE_TILE
         fields = {**self._of_stats, **self._of_keys, "dq": _SUMS, "key_sums": self._key_sums}
         numbers = {f: f"keys.{f}" for f in ("items", "num_items", "heads_inner")}
@@ -196,12 +197,10 @@ class BackwardSteps:
     def _parts_of_keys(self) -> Step:
         """Writes dk and dv, or adds to them, for head dims whose dq always has a kernel of its own."""
         q, k, form = self._inputs.q, self._inputs.k, self._form
-        params = self._params("backward_keys", form.targets.store_keys, dk=self._grads.dk, dv=self._grads.dv)
+        kernel = hopper_kernels.backward_keys(q.dtype, self._dims, self._options.softcap > 0, form.captured)
+        params = self._params(kernel, form.targets.store_keys, dk=self._grads.dk, dv=self._grads.dv)
         num_heads = q.shape[1] // form.choice.packed
         params.num_heads, params.group = num_heads, num_heads // k.shape[1]
-        kernel = hopper_kernels.backward_keys_kernel(
-            q.device, q.dtype, self._dims, self._options.softcap > 0, form.captured
-        )
         keys, queries = hopper_kernels.PART_TILES[self._dims]
         numbers = {f: f"keys.{f}" for f in ("num_tiles", "splits", "heads_inner")}
         fields = {**self._of_stats, **self._of_keys}
@@ -211,16 +210,15 @@ class BackwardSteps:
         """Writes the sums of the first tiles to dk (times the scale) and dv, or adds them."""
         (q, k, *_), (_, dk, dv, *_), form = self._inputs, self._grads, self._form
         store = form.targets.store_keys
-        params = hopper_kernels.params("postprocess_keys", stream_kv=form.arrives, captured=form.captured)(
+        kernel = hopper_kernels.postprocess_keys(q.dtype, dk.shape[2], form.arrives, form.captured)
+        params = kernel.params(
             heads_kv=k.shape[1], store=store, scale=self._options.softmax_scale, **_strides(dk=dk, dv=dv)
         )
         self._set_remote(params, store)
-        macros = hopper_kernels.postprocess_keys_macros(q.dtype, dk.shape[2], form.arrives, form.captured)
-        kernel = hopper_kernels.small_kernel(q.device, "postprocess_keys", macros)
         numbers = {"tiles": "keys.tiles", **({"numbers": "keys.numbers"} if form.captured else {}), **self._waiting()}
         return Step(
-            kernel, "postprocess_keys.grid", params, fields={"sums": self._key_sums, **self._of_keys}, numbers=numbers,
-            overlaps=self._overlaps,
+            kernel.load(q.device), "postprocess_keys.grid", params, fields={"sums": self._key_sums, **self._of_keys},
+            numbers=numbers, overlaps=self._overlaps,
         )  # fmt: skip
 
     def _postprocess_dq(self) -> Step:
@@ -228,35 +226,34 @@ class BackwardSteps:
         q, dq, form, returns = self._inputs.q, self._grads.dq, self._form, self._returning is not None
         num_rows, num_heads, dim = dq.shape
         blocks = -(-num_rows // _POSTPROCESS_ROWS)
-        params = hopper_kernels.params("postprocess_dq")(
+        # It may run concurrently with a kernel that sends dk and dv, which started when the sums were complete.
+        kernel = hopper_kernels.postprocess_dq(q.dtype, dim, concurrent=form.arrives or returns)
+        params = kernel.params(
             num_rows=num_rows, blocks=blocks, units=self._stats_row // UNIT, store=form.targets.store_dq,
             scale=self._options.softmax_scale, **_strides(dq=dq),
         )  # fmt: skip
-        # It may run concurrently with a kernel that sends dk and dv, which started when the sums were complete.
-        macros = hopper_kernels.postprocess_dq_macros(q.dtype, dim, concurrent=form.arrives or returns)
-        kernel = hopper_kernels.small_kernel(q.device, "postprocess_dq", macros)
-        overlaps = self._overlaps and (returns or not form.arrives)
-        return Step(kernel, num_heads * blocks, params, fields={"sums": _SUMS, "dq": ("dq", 0)}, overlaps=overlaps)
+        overlaps, fields = self._overlaps and (returns or not form.arrives), {"sums": _SUMS, "dq": ("dq", 0)}
+        return Step(kernel.load(q.device), num_heads * blocks, params, fields=fields, overlaps=overlaps)
 
     def _queries(self) -> Step:
         """Writes dq, or adds to it. Starts before the kernel for dk and dv is complete."""
         q, dq, form = self._inputs.q, self._grads.dq, self._form
-        params = self._params("backward_queries", form.targets.store_dq, dq=dq)
+        kernel = hopper_kernels.backward_queries(
+            q.dtype, self._dims, self._options.softcap > 0, form.arrives, form.captured
+        )
+        params = self._params(kernel, form.targets.store_dq, dq=dq)
         if not form.captured:
             params.counter += COUNTER_BYTES  # the preceding kernel may still be using its counter
-        kernel = hopper_kernels.backward_queries_kernel(
-            q.device, q.dtype, self._dims, self._options.softcap > 0, form.arrives, form.captured
-        )
         packed = form.choice.packed
         stored = Map(dq if dq.dtype == q.dtype else q, (16 // packed, packed), ("dq", 0))
         block, fields = hopper_kernels.QUERIES_WIDTH[self._dims], {**self._of_stats, "dq": ("dq", 0)}
         numbers = of_rows("queries", form.captured)
         return self._step(kernel, "queries", params, (64, block), fields, numbers, self._overlaps, stored)
 
-    def _params(self, name: str, store: int, **grads: Like) -> ctypes.Structure:
+    def _params(self, kernel: KernelVariant, store: int, **grads: Like) -> ctypes.Structure:
         """Parameters of a kernel that recomputes the logits, besides a mask's numbers."""
         softcap, scale = self._options.softcap, self._options.softmax_scale
-        params = hopper_kernels.params(name, stream_kv=self._form.arrives, captured=self._form.captured)(
+        params = kernel.params(
             counter=self._counter, stats_row=self._stats_row, store=store, scale=scale,
             scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
             log2_packed=self._form.choice.packed.bit_length() - 1, **_strides(**grads),
@@ -274,8 +271,8 @@ class BackwardSteps:
         return WAITING if self._arriving is not None else {}
 
     def _step(
-        self, kernel, name: str, params: ctypes.Structure, boxes: tuple[int, int], fields: dict[str, Place],
-        numbers: dict[str, str], overlaps: bool, *stored: Map,
+        self, kernel: KernelVariant, name: str, params: ctypes.Structure, boxes: tuple[int, int],
+        fields: dict[str, Place], numbers: dict[str, str], overlaps: bool, *stored: Map,
     ) -> Step:  # fmt: skip
         """The step of a kernel that recomputes the logits; ``boxes``: queries and keys of a box."""
         (q, k, v, dout, *_), packed, arriving = self._inputs, self._form.choice.packed, self._arriving
@@ -286,6 +283,7 @@ class BackwardSteps:
             Map(dout, of_queries, ("dout", 0), "seen.rows"), *stored,
         )  # fmt: skip
         numbers = {**of_tables(name, self._form.captured), **numbers, **self._waiting()}
+        kernel = kernel.load(q.device)
         return Step(kernel, f"{name}.grid", params, maps=maps, fields=fields, numbers=numbers, overlaps=overlaps)
 
 

@@ -37,7 +37,9 @@ def forward_steps(
     """
     (q, k, v, sink_lse), (out, lse, accumulate, max_logits), (tile, packed) = inputs, output, form.tiles
     softcap, scale, captured = options.softcap, options.softmax_scale, form.captured
-    params = hopper_kernels.params("forward", stream_kv=arriving is not None, captured=captured)(
+    dims = hopper_kernels.kernel_dims((q.shape[2], v.shape[2]), backward=False)
+    kernel = hopper_kernels.forward(q.dtype, dims, tile, softcap > 0, arriving is not None, captured)
+    params = kernel.params(
         counter=0 if captured else work_counter(q.device, stream).data_ptr(),
         out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
         logit_scale=softcap or scale,
@@ -60,8 +62,8 @@ def forward_steps(
         maps += arriving.maps(tile[1])
     stored = out if out.dtype == q.dtype else q  # fp32 output is not stored by TMA and needs no map
     maps.append(Map(stored, (16 // packed, packed), ("out", 0)))
-    dims = hopper_kernels.kernel_dims((q.shape[2], v.shape[2]), backward=False)
-    kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0, arriving is not None, captured)
     numbers = of_rows("rows", captured, waits=arriving is not None)
-    attention = Step(kernel, "rows.grid", params, maps=maps, fields=fields, numbers=numbers, overlaps=overlaps)
+    attention = Step(
+        kernel.load(q.device), "rows.grid", params, maps=maps, fields=fields, numbers=numbers, overlaps=overlaps
+    )
     return [attention] if arriving is None else [arriving.step, attention]

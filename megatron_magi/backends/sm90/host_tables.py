@@ -7,8 +7,7 @@ A call that needs a table that was not prepared makes it itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,57 +15,23 @@ from torch import Tensor
 
 from megatron_magi.backends.base import Ready, StageMasks, StageTables, TableUse
 from megatron_magi.backends.sm90 import plan as hopper_plan
-from megatron_magi.backends.sm90.choices import (
-    BackwardChoice,
-    MaskFacts,
-    Problem,
-    backward_choice,
-    forward_tiles,
-    make_problem,
-    most_split,
-    most_split_at_once,
-    query_tiles,
-    sums_meet,
-)
+from megatron_magi.backends.sm90.choices import MaskFacts, Problem, backward_choice, make_problem, sums_meet
 from megatron_magi.backends.sm90.mask_numbers import (
     PassShape,
     Prepared,
     backward_numbers,
     forward_numbers,
-    key_tiling,
-    row_tiling,
+    items_key,
     seen_numbers,
+    tilings_of,
 )
-from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
+from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, ScheduleKey, Tiling
 from megatron_magi.backends.sm90.program import backward_pays
 from megatron_magi.backends.sm90.schedule import Schedule
 from megatron_magi.backends.sm90.support import sm_count
 from megatron_magi.operands.merge import accumulate_dtype
 
 __all__ = ["MaskTables", "facts_meet", "kind", "make", "sm_count"]
-
-
-@dataclass(frozen=True)
-class BackwardUse:
-    """How a backward pass will be called.
-
-    Attributes:
-        deterministic: bitwise repeatable results.
-        num_sms: streaming multiprocessors that it may use.
-        rooms: for each way in which it may be called, the size of dq in bytes if its memory can hold sums until dq is
-            written, that is, if dq is not added to; else None.
-    """
-
-    deterministic: bool
-    num_sms: int
-    rooms: tuple[int | None, ...]
-
-
-class PassShapes(NamedTuple):
-    """Shapes of a forward and a backward in one launch each; no backward if it runs in stages."""
-
-    forward: PassShape
-    backward: PassShape | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,15 +41,20 @@ class MaskTables:
     Attributes:
         digest, facts: of the mask.
         plans: tilings with their plans, without tables.
-        schedules: schedules of the backward in one kernel: tiling, `hopper_plan.schedule_key`, and `num_split`.
+        schedules: schedules of the backward in one kernel: tiling, key, and `num_split`.
         numbers: the mask's numbers for a forward and a backward in one launch, if these were asked for.
     """
 
     digest: bytes
     facts: MaskFacts
     plans: tuple[tuple[Tiling, HostPlan], ...]
-    schedules: tuple[tuple[Tiling, tuple, int], ...]
+    schedules: tuple[tuple[Tiling, ScheduleKey, int], ...]
     numbers: Prepared = (None, None)
+
+    @classmethod
+    def nothing(cls, bands: np.ndarray, facts: MaskFacts | None = None) -> MaskTables:
+        """Of passes that launch no kernel."""
+        return cls(hopper_plan.content_digest(bands), facts or hopper_plan.mask_facts(bands), (), ())
 
     @property
     def num_arrays(self) -> int:
@@ -133,24 +103,32 @@ def make(masks: StageMasks, use: TableUse) -> StageTables:
     problems = [make_problem(masks.num_rows, count, *use.num_heads, use.dims) for count in masks.num_keys]
     facts = [hopper_plan.mask_facts(bands) for bands in masks.bands] if masks.facts is None else masks.facts
     meet = use.needs_backward and facts_meet(facts, problems, use.deterministic)
-    at_once = None
-    if masks.is_fused and use.needs_backward and backward_pays(use.dims):
-        at_once = _backward_use(masks, use, problems[0], True, meet=True)  # it writes dq in its dtype
-    shapes = _pass_shapes(masks, use, problems[0])
+
+    def shapes_of(problem: Problem, num_fetched: int = 0) -> tuple[PassShape, PassShape | None]:
+        forward = PassShape(problem, num_fetched, use.num_sms, use.sm_margins[0], use.deterministic)
+        return forward, forward._replace(sm_margin=use.sm_margins[1]) if use.needs_backward else None
+
     tables, arrays = [], []
     for stage, (bands, problem) in enumerate(zip(masks.bands, problems, strict=True)):
         writes_dq = stage == masks.first_backward == 0
-        backward = _backward_use(masks, use, problem, writes_dq, meet) if use.needs_backward else None
-        if stage == 0 and at_once is not None and not masks.num_fetched:
-            backward = replace(backward, rooms=(*backward.rooms, *at_once.rooms))  # of a rank that fetches nothing
-        of_own = shapes if stage == 0 and shapes is not None and not shapes.forward.num_arriving else None
-        table, made = make_tables(bands, problem, backward, use.planner, facts[stage], of_own)
+        dtype = accumulate_dtype(use.dtype) if use.accumulates and not meet else use.dtype
+        dq_bytes = masks.num_rows * use.num_heads[0] * problem.dims[0] * dtype.itemsize
+        table, made = make_tables(
+            bands, *shapes_of(problem), rooms=(dq_bytes if writes_dq or meet else None,),
+            one_launch=stage == 0 and (masks.is_alone or masks.is_fused) and not masks.num_fetched,
+            planner=use.planner, facts=facts[stage],
+        )  # fmt: skip
         tables.append(table)
         arrays += made
     seldom, numbers = None, tables[0].numbers
     if masks.is_fused:
-        assert masks.joined is not None and shapes is not None
-        table, made = make_gated_tables(masks.joined, shapes, at_once, use.planner)
+        assert masks.joined is not None
+        table, made = MaskTables.nothing(masks.joined), []
+        if masks.num_fetched and masks.num_rows:
+            num_keys = masks.num_keys[0] + masks.num_fetched
+            forward, backward = shapes_of(problems[0]._replace(num_keys=num_keys), masks.num_fetched)
+            backward = backward if backward_pays(use.dims) else None
+            table, made = make_tables(masks.joined, forward, backward, one_launch=True, planner=use.planner)
         if table.plans:
             seldom, tables, arrays = tuple(tables), [table], [*made, *arrays]
             numbers = table.numbers
@@ -159,143 +137,65 @@ def make(masks: StageMasks, use: TableUse) -> StageTables:
     return StageTables(tuple(tables), arrays, seldom, numbers)
 
 
-def _pass_shapes(masks: StageMasks, use: TableUse, problem: Problem) -> PassShapes | None:
-    """Shapes of passes in one launch each; None if no pass is. ``problem``: of this rank's own keys."""
-    if not masks.is_fused and not masks.is_alone:
-        return None
-    forward = PassShape(
-        problem._replace(num_keys=masks.num_keys[0] + masks.num_fetched), masks.num_fetched, use.num_sms,
-        use.sm_margins[0], use.deterministic,
-    )  # fmt: skip
-    backward = forward._replace(sm_margin=use.sm_margins[1])
-    return PassShapes(forward, backward if use.needs_backward and backward_pays(use.dims) else None)
-
-
-def _backward_use(masks: StageMasks, use: TableUse, problem: Problem, writes_dq: bool, meet: bool) -> BackwardUse:
-    """How the backward of a stage will be called; ``meet``: stages share their sums of dq."""
-    dtype = accumulate_dtype(use.dtype) if use.accumulates and not meet else use.dtype
-    dq_bytes = masks.num_rows * use.num_heads[0] * problem.dims[0] * dtype.itemsize
-    return BackwardUse(
-        deterministic=use.deterministic,
-        num_sms=max(1, use.num_sms - use.sm_margins[1]),
-        rooms=(dq_bytes if writes_dq or meet else None,),
-    )
-
-
 def make_tables(
     bands: np.ndarray,
-    problem: Problem,
-    backward: BackwardUse | None,
+    forward: PassShape,
+    backward: PassShape | None,
+    *,
+    rooms: Sequence[int | None] = (),
+    one_launch: bool,
     planner: str = "auto",
     facts: MaskFacts | None = None,
-    shapes: PassShapes | None = None,
 ) -> tuple[MaskTables, list[np.ndarray]]:
     """Tables of a mask, on the CPU.
 
     Args:
-        bands: int64 ``[n, 6]``.
-        problem: shape of the passes.
-        backward: how the backward will be called; None if there is none.
+        bands: int64 ``[n, 6]``, over keys indexed as in `mask_numbers`.
+        forward, backward: shapes of the passes; None if there is no backward.
+        rooms: for each way in which the backward may be called as a stage, the size of dq in bytes if its memory can
+            hold sums until dq is written, that is, if dq is not added to; else None.
+        one_launch: the forward, and the backward if its head dims allow, may be one launch, whose numbers are kept.
         planner: ``native`` plans tiles in C++, ``python`` in numpy, with equal results; ``auto`` in C++ if it is built.
         facts: used to choose kernels; the mask's own when None.
-        shapes: of the passes, if each is one launch.
 
     Returns:
         ``(tables, arrays)``: copy the arrays to the device, then pass them to `MaskTables.keep`.
     """
-    digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands) if facts is None else facts
+    facts, problem = hopper_plan.mask_facts(bands) if facts is None else facts, forward.problem
     if not problem.num_rows or not problem.num_keys:
-        return MaskTables(digest, facts, (), ()), []
-    num_arriving, num_sms = (0, 0) if shapes is None else (shapes.forward.num_arriving, shapes.forward.num_sms)
+        return MaskTables.nothing(bands, facts), []
     plans: dict[Tiling, HostPlan] = {}
-    schedules: list[tuple[Tiling, tuple, Schedule]] = []
-    _make(bands, plans, planner, row_tiling(problem, forward_tiles(facts, problem), num_arriving, num_sms))
+    schedules: dict[tuple[Tiling, ScheduleKey], Schedule] = {}
+
+    def plan_of(tiling: Tiling) -> HostPlan:
+        if tiling not in plans:
+            plans[tiling] = hopper_plan.make_host_plan(bands, tiling, planner)
+        return plans[tiling]
+
+    def schedule_of(tiling: Tiling, key: ScheduleKey) -> Schedule:
+        if (tiling, key) not in schedules:
+            schedules[tiling, key] = plan_of(tiling).schedule(*key)
+        return schedules[tiling, key]
+
+    plan_of(tilings_of(False, facts, forward)["rows"])
     if backward is not None:
-        choice, num_sms = backward_choice(facts, problem, backward.deterministic), backward.num_sms
-        tiling = key_tiling(problem, choice, num_arriving, num_sms)
-        plan = _make(bands, plans, planner, tiling)
-        if choice.whole:
-            most = [
-                most_split_at_once(choice, problem, room or 0) if num_arriving else most_split(choice, problem, room)
-                for room in backward.rooms
-            ]
-            schedules += _schedules(plan, tiling, problem, choice, backward, most)
-        if not choice.adds_dq:
-            tiles = query_tiles(problem, choice.packed)
-            _make(bands, plans, planner, row_tiling(problem, tiles, num_arriving, num_sms, products=3.0))
-    tables, arrays = _as_tables(digest, facts, plans, schedules)
-    return replace(tables, numbers=_numbers(bands, facts, shapes, plans, schedules)), arrays
-
-
-def make_gated_tables(
-    bands: np.ndarray, shapes: PassShapes, backward: BackwardUse | None, planner: str = "auto"
-) -> tuple[MaskTables, list[np.ndarray]]:
-    """`make_tables` of passes with fetched keys; no tables if this rank fetches none.
-
-    Args:
-        bands: over keys indexed as in `mask_numbers`.
-        shapes: of the passes.
-        backward, planner: as in `make_tables`.
-    """
-    problem, num_arriving, *_ = shapes.forward
-    if not problem.num_rows or not num_arriving:
-        return MaskTables(hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands), (), ()), []
-    return make_tables(bands, problem, backward, planner, shapes=shapes)
-
-
-def _numbers(
-    bands: np.ndarray,
-    facts: MaskFacts,
-    shapes: PassShapes | None,
-    plans: dict[Tiling, HostPlan],
-    schedules: list[tuple[Tiling, tuple, Schedule]],
-) -> Prepared:
-    """The mask's numbers for passes of these shapes."""
-    if shapes is None:
-        return None, None
-    shape, known = shapes.forward, {(tiling, key): schedule for tiling, key, schedule in schedules}
-
-    def schedule_of(tiling: Tiling, key: tuple) -> tuple[int, int]:
-        schedule = known[tiling, key]
-        return len(schedule.items), schedule.num_split
-
-    seen, of_plans = seen_numbers(bands, shape.num_own), plans.__getitem__
-    backward = None
-    if shapes.backward is not None:
-        backward = backward_numbers(facts, seen, shapes.backward, of_plans, schedule_of)
-    return forward_numbers(facts, seen, shape, of_plans), backward
-
-
-def _schedules(
-    plan: HostPlan,
-    tiling: Tiling,
-    problem: Problem,
-    choice: BackwardChoice,
-    use: BackwardUse,
-    splits: Sequence[int],
-) -> list[tuple[Tiling, tuple, Schedule]]:
-    """Schedules of the kernel for dk and dv: one for each distinct result of ``splits`` (`most_split`)."""
-    group = problem.group // choice.packed
-    keys = [
-        hopper_plan.schedule_key(plan, problem.num_heads_kv, group, use.num_sms, split, problem.is_narrow)
-        for split in splits
-    ]
-    return [(tiling, key, plan.schedule(*key)) for key in dict.fromkeys(keys)]
-
-
-def _as_tables(
-    digest: bytes, facts: MaskFacts, plans: dict[Tiling, HostPlan], schedules: list[tuple[Tiling, tuple, Schedule]]
-) -> tuple[MaskTables, list[np.ndarray]]:
+        choice, tilings = backward_choice(facts, problem, backward.deterministic), tilings_of(True, facts, backward)
+        for tiling in tilings.values():
+            plan_of(tiling)
+        for room in rooms if choice.whole else ():
+            tiling = tilings["keys"]
+            schedule_of(tiling, items_key(choice, plan_of(tiling), backward, room))
+    numbers: Prepared = None, None
+    if one_launch:
+        given, of_backward = (facts, seen_numbers(bands, forward.num_own)), None
+        if backward is not None and backward_pays(problem.dims):
+            of_backward = backward_numbers(*given, backward, plan_of, schedule_of)
+        numbers = forward_numbers(*given, forward, plan_of), of_backward
     tables = MaskTables(
-        digest,
+        hopper_plan.content_digest(bands),
         facts,
         tuple((tiling, plan.without_table()) for tiling, plan in plans.items()),
-        tuple((tiling, key, made.num_split) for tiling, key, made in schedules),
+        tuple((tiling, key, made.num_split) for (tiling, key), made in schedules.items()),
+        numbers,
     )
-    return tables, [*(plan.table for plan in plans.values()), *(made.items for *_, made in schedules)]
-
-
-def _make(bands: np.ndarray, plans: dict[Tiling, HostPlan], planner: str, tiling: Tiling) -> HostPlan:
-    if tiling not in plans:
-        plans[tiling] = hopper_plan.make_host_plan(bands, tiling, planner)
-    return plans[tiling]
+    return tables, [*(plan.table for plan in plans.values()), *(made.items for made in schedules.values())]

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from megatron_magi.backends.sm90 import kernels as hopper_kernels
+from megatron_magi.backends.sm90 import kernels
 from megatron_magi.backends.sm90.cost import KERNELS
-from megatron_magi.backends.sm90.kernels import element, source_of
+from megatron_magi.backends.sm90.kernels import source_of
 
 
 def needed_kernels(
@@ -36,29 +36,23 @@ def needed_kernels(
         plain = needed_kernels(dtype, dims, group, deterministic=deterministic, softcap=softcap)
         same = {source_of("row_delta"), source_of("postprocess_dq")}
         return [(source, (*macros, "CAPTURED=1")) for source, macros in plain if source not in same]
-    found: list[tuple[str, tuple[str, ...]]] = []
-    if not stream_kv:
-        found += [("preprocess", ()), ("row_delta", (f"HEAD_DIM_V={dims[1]}", element(dtype)))]
-    wide, forward = hopper_kernels.kernel_dims(dims), hopper_kernels.kernel_dims(dims, backward=False)
-    assert wide is not None and forward is not None, f"head dims {dims}"
-    dims = wide
-    found += [
-        ("forward", hopper_kernels.forward_macros(dtype, forward, tile, softcap, stream_kv))
-        for tile in hopper_kernels.FORWARD_TILES[forward]
-    ]
-    whole = dims in hopper_kernels.WHOLE_DIMS
+    wide, forward_dims = kernels.kernel_dims(dims), kernels.kernel_dims(dims, backward=False)
+    assert wide is not None and forward_dims is not None, f"head dims {dims}"
+    whole = wide in kernels.WHOLE_DIMS
+    found = [] if stream_kv else [kernels.preprocess(), kernels.row_delta(dtype, dims[1])]
+    tiles = kernels.FORWARD_TILES[forward_dims]
+    found += [kernels.forward(dtype, forward_dims, tile, softcap, stream_kv) for tile in tiles]
     if whole and stream_kv:
-        found.append(("preprocess", hopper_kernels.delta_macros(dtype, dims[1])))
+        found.append(kernels.preprocess_delta(dtype, wide[1]))
     if whole and not deterministic:
-        found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, True, stream_kv)))
-        found.append(("postprocess_dq", hopper_kernels.postprocess_dq_macros(dtype, dims[0], stream_kv)))
+        found.append(kernels.backward(dtype, wide, softcap, True, stream_kv))
+        found.append(kernels.postprocess_dq(dtype, wide[0], stream_kv))
         if group > 1:  # only query heads that share a key head are split
-            found.append(("postprocess_keys", hopper_kernels.postprocess_keys_macros(dtype, dims[0], stream_kv)))
+            found.append(kernels.postprocess_keys(dtype, wide[0], stream_kv))
     packs = math.gcd(group, KERNELS.most_packed_heads) > 1
-    if whole and (deterministic or packs or dims[0] == 128):  # as in `choices.sums_pay`
-        found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, False, stream_kv)))
-        found.append(("backward_queries", hopper_kernels.queries_macros(dtype, dims, softcap, stream_kv)))
+    if whole and (deterministic or packs or wide[0] == 128):  # as in `choices.sums_pay`
+        found.append(kernels.backward(dtype, wide, softcap, False, stream_kv))
+        found.append(kernels.backward_queries(dtype, wide, softcap, stream_kv))
     if not whole and not stream_kv:
-        found.append(("backward_keys", hopper_kernels.keys_macros(dtype, dims, softcap)))
-        found.append(("backward_queries", hopper_kernels.queries_macros(dtype, dims, softcap)))
-    return [(source_of(name), macros) for name, macros in found]
+        found += [kernels.backward_keys(dtype, wide, softcap), kernels.backward_queries(dtype, wide, softcap)]
+    return [variant.build_args for variant in found]

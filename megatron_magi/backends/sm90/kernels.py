@@ -1,10 +1,11 @@
-"""The Hopper kernels by compile-time parameters, loaded on first use."""
+"""The Hopper kernels by compile-time parameters: a function for each, named as its source."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -73,19 +74,76 @@ def forward_tile(dims: tuple[int, int], keys: float, packed: int) -> tuple[int, 
     return tiles[-1 if len(tiles) > 1 and keys >= KERNELS.tall_tile_keys[dims][packed == 1] else 0]
 
 
-def _forward_stages(tile: tuple[int, int]) -> int:
-    return _TALL_STAGES if tile[0] > 128 else _STAGES
+def source_of(name: str) -> str:
+    """Path of a kernel's source, relative to the source folder."""
+    return f"attention/sm90/{name}.cu"
 
 
-def forward_macros(
+def params(name: str) -> type[ctypes.Structure]:
+    """The parameters of a kernel on which no macro depends, read from its source."""
+    return kernel_params(source_of(name))
+
+
+class KernelVariant(NamedTuple):
+    """A kernel with its compile-time parameters.
+
+    Attributes:
+        name: of the source, and of the kernel in it without a prefix.
+        macros: with which it is compiled, ``NAME=VALUE``.
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+    """
+
+    name: str
+    macros: tuple[str, ...] = ()
+    threads: int = 256
+    shared_bytes: int = 0
+
+    @property
+    def build_args(self) -> tuple[str, tuple[str, ...]]:
+        """Path of the source, relative to the source folder, and macros: what `build.build` takes."""
+        return source_of(self.name), self.macros
+
+    @property
+    def params(self) -> type[ctypes.Structure]:
+        """Its parameters, as its source describes them."""
+        return kernel_params(*self.build_args)
+
+    def load(self, device: torch.device) -> Kernel:
+        """The kernel on a device, compiled on first use."""
+        return loaded(self, device)
+
+
+@cache
+def loaded(variant: KernelVariant, device: torch.device) -> Kernel:
+    """See `KernelVariant.load`."""
+    return _load(device, *variant)
+
+
+def _load(device: torch.device, name: str, macros: tuple[str, ...], threads: int, shared_bytes: int) -> Kernel:
+    image = hopper_build.build(source_of(name), macros)
+    return hopper_driver.load_kernel(image, f"ffa_{name}", threads, shared_bytes, device)
+
+
+def _head_dims(dims: tuple[int, int]) -> tuple[str, str]:
+    return f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}"
+
+
+def _optional(**macros: bool) -> tuple[str, ...]:
+    """Macros that are defined as 1 or not at all."""
+    return tuple(f"{name}=1" for name, is_defined in macros.items() if is_defined)
+
+
+@cache
+def forward(
     dtype: torch.dtype,
     dims: tuple[int, int],
     tile: tuple[int, int],
     softcap: bool,
     stream_kv: bool = False,
     captured: bool = False,
-) -> tuple[str, ...]:
-    """Macros of a forward kernel.
+) -> KernelVariant:
+    """Attention forward.
 
     Args:
         dtype, dims: of the tensors.
@@ -94,88 +152,14 @@ def forward_macros(
         stream_kv: some keys are fetched while it runs.
         captured: the mask's numbers are read from memory, see `changing_mask`.
     """
-    return (
-        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"GROUPS={tile[0] // 64}", f"BLOCK_N={tile[1]}",
-        f"STAGES={_forward_stages(tile)}",
-        f"Q_STAGES={_query_stages(dims)}", f"STAGED={int(_has_room(dims))}",
-        element(dtype), f"SOFTCAP={int(softcap)}", *_if_stream_kv(stream_kv), *if_captured(captured),
+    (rows, keys), stages, query_stages = tile, _TALL_STAGES if tile[0] > 128 else _STAGES, 2 if _has_room(dims) else 1
+    macros = (
+        *_head_dims(dims), f"GROUPS={rows // 64}", f"BLOCK_N={keys}", f"STAGES={stages}", f"Q_STAGES={query_stages}",
+        f"STAGED={int(_has_room(dims))}", element(dtype), f"SOFTCAP={int(softcap)}",
+        *_optional(STREAM_KV=stream_kv, CAPTURED=captured),
     )  # fmt: skip
-
-
-def backward_macros(
-    dtype: torch.dtype,
-    dims: tuple[int, int],
-    softcap: bool,
-    adds_dq: bool,
-    stream_kv: bool = False,
-    captured: bool = False,
-) -> tuple[str, ...]:
-    """Macros of a backward kernel; ``stream_kv`` and ``captured`` as in `forward_macros`."""
-    return (
-        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_backward_stages(dims, adds_dq)}",
-        element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}",
-        f"SPLIT_STATS={int(splits_stats(dtype, dims, softcap, adds_dq))}", *_if_stream_kv(stream_kv),
-        *if_captured(captured),
-    )  # fmt: skip
-
-
-def _holds_keys(dims: tuple[int, int], adds_dq: bool) -> bool:
-    """Whether the backward kernel keeps keys and values in registers and issues a block's wgmmas together (kHold)."""
-    return adds_dq and dims[0] == 64
-
-
-def _backward_stages(dims: tuple[int, int], adds_dq: bool) -> int:
-    """Stages of queries, and buffers of dS, of the backward kernel."""
-    return _STAGES + _holds_keys(dims, adds_dq)
-
-
-def splits_stats(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool) -> bool:
-    """Whether the backward kernel takes row statistics as bf16 terms, 16 bytes a row (SPLIT_STATS)."""
-    return adds_dq and not softcap and dims in ((64, 64), (128, 128)) and dtype == torch.bfloat16
-
-
-def queries_macros(
-    dtype: torch.dtype, dims: tuple[int, int], softcap: bool, stream_kv: bool = False, captured: bool = False
-) -> tuple[str, ...]:
-    """Macros of a kernel for dq; ``stream_kv`` and ``captured`` as in `forward_macros`."""
-    stages, stages_v = _QUERIES_STAGES[dims]
-    return (
-        *_part_defines(dtype, dims, softcap, QUERIES_WIDTH[dims]), f"STAGES={stages}", f"STAGES_V={stages_v}",
-        f"STAGED={int(_has_room(dims))}", *_if_stream_kv(stream_kv), *if_captured(captured),
-    )  # fmt: skip
-
-
-def if_captured(captured: bool) -> tuple[str, ...]:
-    """Macro of a kernel that reads a mask's numbers from memory."""
-    return ("CAPTURED=1",) if captured else ()
-
-
-def _if_stream_kv(stream_kv: bool) -> tuple[str, ...]:
-    return ("STREAM_KV=1",) if stream_kv else ()
-
-
-def postprocess_keys_macros(
-    dtype: torch.dtype, head_dim: int, stream_kv: bool = False, captured: bool = False
-) -> tuple[str, ...]:
-    """Macros of a kernel that finishes dk and dv; ``stream_kv`` and ``captured`` as in `forward_macros`."""
-    return (f"HEAD_DIM={head_dim}", element(dtype), *_if_stream_kv(stream_kv), *if_captured(captured))
-
-
-def postprocess_dq_macros(dtype: torch.dtype, head_dim: int, concurrent: bool = False) -> tuple[str, ...]:
-    """Macros of a kernel that finishes dq; ``concurrent``: it runs while another kernel sends dk and dv."""
-    return (f"HEAD_DIM={head_dim}", element(dtype), *(("CONCURRENT=1",) if concurrent else ()))
-
-
-def delta_macros(dtype: torch.dtype, head_dim_v: int) -> tuple[str, ...]:
-    """Macros of the kernel for row statistics if it also computes delta."""
-    return ("DELTA=1", f"HEAD_DIM_V={head_dim_v}", element(dtype))
-
-
-def keys_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, captured: bool = False) -> tuple[str, ...]:
-    """Macros of a kernel for dk and dv of `PART_TILES`; ``captured`` as in `forward_macros`."""
-    return (
-        *_part_defines(dtype, dims, softcap, PART_TILES[dims][1]), f"STAGES={_STAGES}", *if_captured(captured)
-    )  # fmt: skip
+    tiles = rows * query_stages * dims[0] + stages * keys * sum(dims)  # q, k, v
+    return KernelVariant("forward", macros, 128 + 2 * rows, 2 * tiles + stages * 8 * rows + _SPARE_BYTES)
 
 
 def _has_room(dims: tuple[int, int]) -> bool:
@@ -183,129 +167,102 @@ def _has_room(dims: tuple[int, int]) -> bool:
     return max(dims) <= 128
 
 
-def _query_stages(dims: tuple[int, int]) -> int:
-    """Stages of queries of the forward kernel."""
-    return 2 if _has_room(dims) else 1
-
-
-def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
-    """Name and macros of the kernels that most models use, deterministic or not; wheels contain them precompiled."""
-    found: list[tuple[str, tuple[str, ...]]] = [("preprocess", ())]
-    for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
-        dims = (dim, dim)
-        for stream_kv in (False, True):
-            found += [("forward", forward_macros(dtype, dims, tile, False, stream_kv)) for tile in FORWARD_TILES[dims]]
-            found += [
-                ("backward", backward_macros(dtype, dims, False, True, stream_kv)),
-                ("backward", backward_macros(dtype, dims, False, False, stream_kv)),
-                ("backward_queries", queries_macros(dtype, dims, False, stream_kv)),
-                ("postprocess_keys", postprocess_keys_macros(dtype, dim, stream_kv)),
-                ("postprocess_dq", postprocess_dq_macros(dtype, dim, stream_kv)),
-            ]
-        found += [
-            ("preprocess", delta_macros(dtype, dim)),
-            ("row_delta", (f"HEAD_DIM_V={dim}", element(dtype))),
-        ]
-    return found
-
-
-def source_of(name: str) -> str:
-    """Path of a kernel's source, relative to the source folder."""
-    return f"attention/sm90/{name}.cu"
-
-
-def params(
-    name: str, *, stream_kv: bool = False, captured: bool = False, delta: bool = False
-) -> type[ctypes.Structure]:
-    """The parameters of a kernel, read from its source.
-
-    Args:
-        name: of the kernel.
-        stream_kv, captured: as in `forward_macros`.
-        delta: as of `delta_macros`.
-    """
-    chosen = {"STREAM_KV=1": stream_kv, "CAPTURED=1": captured, "DELTA=1": delta}
-    return kernel_params(source_of(name), tuple(macro for macro, there in chosen.items() if there))
-
-
 @cache
-def forward_kernel(
-    device: torch.device,
-    dtype: torch.dtype,
-    dims: tuple[int, int],
-    tile: tuple[int, int],
-    softcap: bool,
-    stream_kv: bool = False,
-    captured: bool = False,
-) -> Kernel:
-    """Attention forward; ``tile``: one of `FORWARD_TILES`."""
-    (rows, keys), stages = tile, _forward_stages(tile)
-    defines = forward_macros(dtype, dims, tile, softcap, stream_kv, captured)
-    tiles = rows * _query_stages(dims) * dims[0] + stages * keys * sum(dims)  # q, k, v
-    return _load(device, "forward", defines, 128 + 2 * rows, 2 * tiles + stages * 8 * rows + _SPARE_BYTES)
-
-
-@cache
-def backward_kernel(
-    device: torch.device,
+def backward(
     dtype: torch.dtype,
     dims: tuple[int, int],
     softcap: bool,
     adds_dq: bool,
     stream_kv: bool = False,
     captured: bool = False,
-) -> Kernel:
-    """Attention backward: dk and dv, and with ``adds_dq`` dq."""
-    defines = backward_macros(dtype, dims, softcap, adds_dq, stream_kv, captured)
-    stages = _backward_stages(dims, adds_dq)
+) -> KernelVariant:
+    """Attention backward of `WHOLE_DIMS`: dk and dv, and with ``adds_dq`` sums of dq; others as of `forward`."""
+    splits, holds = splits_stats(dtype, dims, softcap, adds_dq), adds_dq and dims[0] == 64
+    stages = _STAGES + holds  # of queries, and buffers of dS; `holds`: see kHold
+    macros = (
+        *_head_dims(dims), f"STAGES={stages}", element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}",
+        f"SPLIT_STATS={int(splits)}", *_optional(STREAM_KV=stream_kv, CAPTURED=captured),
+    )  # fmt: skip
     tiles = (128 + 64 * stages) * sum(dims) + stages * 128 * 64  # k, v, q, dout, dS
     shared = 2 * tiles + 4 * 64 * dims[0] + stages * (512 + 1024) + _SPARE_BYTES
-    shared += 4 * 2 * 128 * dims[0] if _holds_keys(dims, adds_dq) else 0  # staging of dk and dv
-    shared += (stages * 2 + 4) * 1024 if splits_stats(dtype, dims, softcap, adds_dq) else stages * 512
-    return _load(device, "backward", defines, 384, shared)
+    shared += 4 * 2 * 128 * dims[0] if holds else 0  # staging of dk and dv
+    shared += (stages * 2 + 4) * 1024 if splits else stages * 512
+    return KernelVariant("backward", macros, 384, shared)
+
+
+def splits_stats(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool) -> bool:
+    """Whether the backward kernel takes row statistics as bf16 terms, 16 bytes a row (SPLIT_STATS)."""
+    return adds_dq and not softcap and dims in ((64, 64), (128, 128)) and dtype == torch.bfloat16
 
 
 @cache
-def backward_keys_kernel(
-    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool, captured: bool = False
-) -> Kernel:
-    """Attention backward of `PART_TILES`: dk and dv."""
+def backward_keys(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, captured: bool = False) -> KernelVariant:
+    """Attention backward of `PART_TILES`: dk and dv; ``captured`` as of `forward`."""
     keys, queries = PART_TILES[dims]
-    defines = keys_macros(dtype, dims, softcap, captured)
-    tiles = (keys + _STAGES * queries) * sum(dims) + keys * queries  # k and v, q and dout, P
-    return _load(device, "backward_keys", defines, 384, 2 * tiles + _STAGES * 8 * queries + _SPARE_BYTES)
-
-
-@cache
-def backward_queries_kernel(
-    device: torch.device,
-    dtype: torch.dtype,
-    dims: tuple[int, int],
-    softcap: bool,
-    stream_kv: bool = False,
-    captured: bool = False,
-) -> Kernel:
-    """Attention backward: dq."""
-    defines = queries_macros(dtype, dims, softcap, stream_kv, captured)
-    stages, stages_v = _QUERIES_STAGES[dims]
-    tiles = 128 * sum(dims) + QUERIES_WIDTH[dims] * (stages * dims[0] + stages_v * dims[1])
-    tiles += 128 * dims[0] if _has_room(dims) else 0  # staging of dq
-    return _load(device, "backward_queries", defines, 384, 2 * tiles + stages * 1024 + _SPARE_BYTES)
-
-
-def _part_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, width: int) -> tuple[str, ...]:
-    return (
-        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"WIDTH={width}",
-        element(dtype), f"SOFTCAP={int(softcap)}",
+    macros = (
+        *_head_dims(dims), f"WIDTH={queries}", element(dtype), f"SOFTCAP={int(softcap)}", f"STAGES={_STAGES}",
+        *_optional(CAPTURED=captured),
     )  # fmt: skip
+    tiles = (keys + _STAGES * queries) * sum(dims) + keys * queries  # k and v, q and dout, P
+    return KernelVariant("backward_keys", macros, 384, 2 * tiles + _STAGES * 8 * queries + _SPARE_BYTES)
 
 
 @cache
-def small_kernel(device: torch.device, name: str, defines: tuple[str, ...]) -> Kernel:
-    """One of ``preprocess``, ``row_delta``, ``postprocess_dq``, ``postprocess_keys``."""
-    return _load(device, name, defines, 256, 0)
+def backward_queries(
+    dtype: torch.dtype, dims: tuple[int, int], softcap: bool, stream_kv: bool = False, captured: bool = False
+) -> KernelVariant:
+    """Attention backward: dq; ``stream_kv`` and ``captured`` as of `forward`."""
+    (stages, stages_v), width, staged = _QUERIES_STAGES[dims], QUERIES_WIDTH[dims], _has_room(dims)
+    macros = (
+        *_head_dims(dims), f"WIDTH={width}", element(dtype), f"SOFTCAP={int(softcap)}", f"STAGES={stages}",
+        f"STAGES_V={stages_v}", f"STAGED={int(staged)}", *_optional(STREAM_KV=stream_kv, CAPTURED=captured),
+    )  # fmt: skip
+    tiles = 128 * sum(dims) + width * (stages * dims[0] + stages_v * dims[1])
+    tiles += 128 * dims[0] if staged else 0  # staging of dq
+    return KernelVariant("backward_queries", macros, 384, 2 * tiles + stages * 1024 + _SPARE_BYTES)
 
 
-def _load(device: torch.device, name: str, defines: tuple[str, ...], threads: int, shared_bytes: int) -> Kernel:
-    image = hopper_build.build(source_of(name), defines)
-    return hopper_driver.load_kernel(image, f"ffa_{name}", threads, shared_bytes, device)
+def preprocess(captured: bool = False) -> KernelVariant:
+    """Row statistics of the backward, of a given delta; ``captured`` as of `forward`."""
+    return KernelVariant("preprocess", _optional(CAPTURED=captured))
+
+
+def preprocess_delta(dtype: torch.dtype, head_dim_v: int) -> KernelVariant:
+    """The same kernel if it also computes delta, of an output of this dtype."""
+    return KernelVariant("preprocess", ("DELTA=1", f"HEAD_DIM_V={head_dim_v}", element(dtype)))
+
+
+def postprocess_keys(
+    dtype: torch.dtype, head_dim: int, stream_kv: bool = False, captured: bool = False
+) -> KernelVariant:
+    """dk and dv from their sums; ``stream_kv`` and ``captured`` as of `forward`."""
+    optional = _optional(STREAM_KV=stream_kv, CAPTURED=captured)
+    return KernelVariant("postprocess_keys", (f"HEAD_DIM={head_dim}", element(dtype), *optional))
+
+
+def postprocess_dq(dtype: torch.dtype, head_dim: int, concurrent: bool = False) -> KernelVariant:
+    """dq from its sums; ``concurrent``: it runs while another kernel sends dk and dv."""
+    return KernelVariant("postprocess_dq", (f"HEAD_DIM={head_dim}", element(dtype), *_optional(CONCURRENT=concurrent)))
+
+
+def row_delta(dtype: torch.dtype, head_dim_v: int) -> KernelVariant:
+    """``rowsum(dout * out)``."""
+    return KernelVariant("row_delta", (f"HEAD_DIM_V={head_dim_v}", element(dtype)))
+
+
+def common_kernels() -> list[KernelVariant]:
+    """The kernels that most models use, deterministic or not; wheels contain them precompiled."""
+    found = [preprocess()]
+    for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
+        dims = (dim, dim)
+        for stream_kv in (False, True):
+            found += [forward(dtype, dims, tile, False, stream_kv) for tile in FORWARD_TILES[dims]]
+            found += [
+                backward(dtype, dims, False, True, stream_kv),
+                backward(dtype, dims, False, False, stream_kv),
+                backward_queries(dtype, dims, False, stream_kv),
+                postprocess_keys(dtype, dim, stream_kv),
+                postprocess_dq(dtype, dim, stream_kv),
+            ]
+        found += [preprocess_delta(dtype, dim), row_delta(dtype, dim)]
+    return found

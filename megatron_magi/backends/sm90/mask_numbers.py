@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -38,8 +38,8 @@ from megatron_magi.backends.sm90.choices import (
     query_tiles,
     row_bytes,
 )
-from megatron_magi.backends.sm90.plan import DevicePlan, HostPlan, ScheduleKey, Tiling
-from megatron_magi.backends.sm90.schedule import best_splits
+from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, ScheduleKey, Tiling
+from megatron_magi.backends.sm90.schedule import Schedule, best_splits
 from megatron_magi.backends.sm90.support import problem_of, sm_count
 from megatron_magi.backends.tiles import tiles as hopper_tiles
 from megatron_magi.cuda.layout import Like
@@ -77,9 +77,14 @@ class PassShape(NamedTuple):
         """This rank's own keys, present when the kernel starts."""
         return self.problem.num_keys - self.num_arriving
 
+    @property
+    def free_sms(self) -> int:
+        """Streaming multiprocessors that it may use."""
+        return max(1, self.num_sms - self.sm_margin)
+
     def grid(self, num_items: int) -> int:
         """Grid of a persistent kernel."""
-        return max(1, min(num_items, self.num_sms - self.sm_margin))
+        return max(1, min(num_items, self.free_sms))
 
 
 class ForwardForm(NamedTuple):
@@ -118,14 +123,15 @@ class BackwardForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskNumbers:
-    """The kernel parameters of a pass that depend on the mask, computed without a device.
+    """The kernel parameters of a pass that depend on the mask, computed without a device; or with one.
 
     Attributes:
         shape: of the pass.
         form: of the steps.
-        numbers: parameters of the kernels by name, all but addresses.
+        numbers: parameters of the kernels by name, all but addresses; with ``plans`` also these.
         tilings: tilings whose tables the kernels read, by the prefix of the names of their addresses.
         schedule: key of the schedule of the kernel for dk and dv, which reads the first tables; None in a forward.
+        plans: the tables on a device, by the same prefix.
     """
 
     shape: PassShape
@@ -133,6 +139,27 @@ class MaskNumbers:
     numbers: Mapping[str, int]
     tilings: Mapping[str, Tiling]
     schedule: ScheduleKey | None = None
+    plans: Mapping[str, DevicePlan] = field(default_factory=dict)
+
+    def on_device(self, plan_of: Callable[[Tiling], DevicePlan], stream: int) -> MaskNumbers:
+        """The same with tables and their addresses.
+
+        Args:
+            plan_of: returns the plan of a tiling of the mask.
+            stream: on which it is read; raw handle.
+        """
+        numbers, plans = dict(self.numbers), {name: plan_of(tiling) for name, tiling in self.tilings.items()}
+        for name, plan in plans.items():
+            schedule = None
+            if self.schedule is not None and name == "keys":
+                schedule = hopper_plan.schedule_of(plan, *self.schedule)  # the plan keeps it
+                numbers["keys.items"] = schedule.items.data_ptr()
+            if not _is_of_stream(plan, stream):
+                plan.hold_for_stream()
+            tables = {"tiles": plan.tiles, "segments": plan.passes, "bounds": plan.bounds}
+            more = plan.fields(busy=self.shape.merges, second=name == "queries", schedule=schedule)
+            numbers |= {f"{name}.{of_table}": number for of_table, number in {**tables, **more}.items()}
+        return replace(self, numbers=numbers, plans=plans)
 
 
 type Prepared = tuple[MaskNumbers | None, MaskNumbers | None]
@@ -188,6 +215,19 @@ def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_
     return Tiling(True, first + num_arriving, choice.shape, choice.packed, arriving)
 
 
+def tilings_of(is_backward: bool, facts: MaskFacts, shape: PassShape) -> dict[str, Tiling]:
+    """The tilings whose tables the kernels of a pass read, by the prefix of the names of their addresses."""
+    problem, num_arriving = shape.problem, shape.num_arriving
+    if not is_backward:
+        return {"rows": row_tiling(problem, forward_tiles(facts, problem), num_arriving, shape.num_sms)}
+    choice = backward_choice(facts, problem, shape.deterministic)
+    found = {"keys": key_tiling(problem, choice, num_arriving, shape.free_sms)}
+    if not choice.adds_dq:
+        tiles = query_tiles(problem, choice.packed)
+        found["queries"] = row_tiling(problem, tiles, num_arriving, shape.free_sms, products=3.0)
+    return found
+
+
 def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict[str, int]:
     """Parameters of a kernel over tiles of rows, in blocks of ``block`` keys, as numbers named ``name.PARAMETER``.
 
@@ -220,10 +260,19 @@ def forward_numbers(
         shape: of the pass.
         plan_of: makes the plan of a tiling of the mask.
     """
-    problem, tiles = shape.problem, forward_tiles(facts, shape.problem)
-    tiling = row_tiling(problem, tiles, shape.num_arriving, shape.num_sms)
-    numbers = {**seen, **row_numbers("rows", plan_of(tiling), shape, tiles.shape[1])}
-    return MaskNumbers(shape, ForwardForm(tiles, shape.num_arriving > 0, shape.captured), numbers, {"rows": tiling})
+    tilings = tilings_of(False, facts, shape)
+    tiling = tilings["rows"]
+    numbers = {**seen, **row_numbers("rows", plan_of(tiling), shape, tiling.shape[1])}
+    form = ForwardForm(RowTiles(tiling.shape, tiling.packed), shape.num_arriving > 0, shape.captured)
+    return MaskNumbers(shape, form, numbers, tilings)
+
+
+def items_key(choice: BackwardChoice, plan: HostPlan, shape: PassShape, room: int | None) -> ScheduleKey:
+    """Key of the schedule of the kernel for dk and dv; ``plan``: of its tiling, ``room``: as in `most_split`."""
+    problem = shape.problem
+    most = (most_split_at_once if shape.num_arriving else most_split)(choice, problem, room)
+    group = problem.group // choice.packed
+    return hopper_plan.schedule_key(plan, problem.num_heads_kv, group, shape.free_sms, most, problem.is_narrow)
 
 
 def backward_numbers(
@@ -231,31 +280,29 @@ def backward_numbers(
     seen: Mapping[str, int],
     shape: PassShape,
     plan_of: Callable[[Tiling], HostPlan],
-    schedule_of: Callable[[Tiling, ScheduleKey], tuple[int, int]],
+    schedule_of: Callable[[Tiling, ScheduleKey], Schedule | DeviceSchedule],
     targets_of: Callable[[int], tuple[Targets, int | None]] | None = None,
 ) -> MaskNumbers:
     """The mask's numbers for a backward; arguments as in `forward_numbers`.
 
-    ``schedule_of``: returns the number of items of a schedule, and of tiles whose heads are split. ``targets_of``:
-    returns, for a number of splits of the query heads of a group, where gradients are written, and how many bytes of
-    the memory of dq can hold sums until dq is written, None if it is no such memory; when None the kernels write all
-    gradients, contiguous and in the dtype of q.
+    ``schedule_of``: returns a schedule of a tiling. ``targets_of``: returns, for a number of splits of the query heads
+    of a group, where gradients are written, and how many bytes of the memory of dq can hold sums until dq is written,
+    None if it is no such memory; when None the kernels write all gradients, contiguous and in the dtype of q.
     """
-    problem, num_arriving = shape.problem, shape.num_arriving
-    num_sms = max(1, shape.num_sms - shape.sm_margin)
-    choice = backward_choice(facts, problem, shape.deterministic)
-    tiling = key_tiling(problem, choice, num_arriving, num_sms)
-    tilings, plan, of_heads = {"keys": tiling}, plan_of(tiling), (problem.num_heads_kv, problem.group // choice.packed)
-    splits = 1 if choice.whole or shape.deterministic else best_splits(plan.costs, *of_heads, num_sms)
+    problem = shape.problem
+    choice, tilings = backward_choice(facts, problem, shape.deterministic), tilings_of(True, facts, shape)
+    plan, splits = plan_of(tilings["keys"]), 1
+    if not choice.whole and not shape.deterministic:
+        splits = best_splits(plan.costs, problem.num_heads_kv, problem.group // choice.packed, shape.free_sms)
     targets, room = DIRECT, 2 * problem.num_rows * problem.num_heads * problem.dims[0]
     if targets_of is not None:
         targets, room = targets_of(splits)
     numbers = {**seen, "keys.step": plan.step, "keys.heads_inner": int(plan.heads_inner)}
     key, num_split, key_sums = None, 0, 0
     if choice.whole:
-        most = (most_split_at_once if num_arriving else most_split)(choice, problem, room)
-        key = hopper_plan.schedule_key(plan, *of_heads, num_sms, most, problem.is_narrow)
-        num_items, num_split = schedule_of(tiling, key)
+        key = items_key(choice, plan, shape, room)
+        schedule = schedule_of(tilings["keys"], key)
+        num_items, num_split = len(schedule.items), schedule.num_split
         tile_sums = 2 * choice.shape[0] * problem.num_heads_kv * problem.dims[0]
         key_sums = num_split * tile_sums
         # Of a captured launch, the kernel that zeroes sums reads the number of tiles from memory.
@@ -267,12 +314,11 @@ def backward_numbers(
     else:
         grid = shape.grid(plan.num_tiles * problem.num_heads_kv * splits)
         numbers |= {"keys.num_tiles": plan.num_tiles, "keys.splits": splits, "keys.grid": grid, "key_sums": 0}
-    if not choice.adds_dq:
-        tiles = query_tiles(problem, choice.packed)
-        tilings["queries"] = row_tiling(problem, tiles, num_arriving, num_sms, products=3.0)
-        numbers |= row_numbers("queries", plan_of(tilings["queries"]), shape, tiles.shape[1])
+    if "queries" in tilings:
+        tiling = tilings["queries"]
+        numbers |= row_numbers("queries", plan_of(tiling), shape, tiling.shape[1])
     sums_in_dq = room is not None and 4 * key_sums <= room
-    form = BackwardForm(choice, num_arriving > 0, num_split > 0, sums_in_dq, targets, shape.captured)
+    form = BackwardForm(choice, shape.num_arriving > 0, num_split > 0, sums_in_dq, targets, shape.captured)
     return MaskNumbers(shape, form, numbers, tilings, key)
 
 
@@ -284,45 +330,13 @@ def pass_shape(inputs: Sequence[Like], num_arriving: int, options: AttnOptions, 
     return PassShape(problem, num_arriving, num_sms, options.sm_margin, options.deterministic, merges)
 
 
-class PassTables:
-    """What the kernels of a pass read of one mask.
-
-    Args:
-        of_mask: its numbers.
-        plan_of: returns the plan of a tiling of the mask.
-        stream: on which it is read; raw handle.
-
-    Attributes:
-        form: see `MaskNumbers`.
-        numbers: those of `MaskNumbers`, and addresses of what is in device memory.
-        plans: the tables, by the prefix of the names of their addresses.
-        num_bytes: device memory that this keeps alive.
-    """
-
-    def __init__(self, of_mask: MaskNumbers, plan_of: Callable[[Tiling], DevicePlan], stream: int) -> None:
-        self.form, self.numbers = of_mask.form, dict(of_mask.numbers)
-        self.plans = {name: plan_of(tiling) for name, tiling in of_mask.tilings.items()}
-        self.num_bytes = sum(plan.num_bytes for plan in self.plans.values())
-        schedules = dict.fromkeys(self.plans)
-        if of_mask.schedule is not None:
-            first = next(iter(self.plans))
-            schedules[first] = hopper_plan.schedule_of(self.plans[first], *of_mask.schedule)  # the plan keeps it
-            self.numbers[f"{first}.items"] = schedules[first].items.data_ptr()
-        for name, plan in self.plans.items():
-            if not _is_of_stream(plan, stream):
-                plan.hold_for_stream()
-            tables = {"tiles": plan.tiles, "segments": plan.passes, "bounds": plan.bounds}
-            more = plan.fields(busy=of_mask.shape.merges, second=name == "queries", schedule=schedules[name])
-            self.numbers |= {f"{name}.{field}": number for field, number in {**tables, **more}.items()}
-
-
 def _is_of_stream(plan: DevicePlan, stream: int) -> bool:
     """Whether all tables were copied on ``stream``, so that kernels on it need no event."""
     copies = [plan.ready, *(schedule.ready for schedule in tuple(plan.schedules.values()))]
     return all(ready is not None and ready.stream == stream for ready in copies)
 
 
-def pass_tables(
+def numbers_on_device(
     is_backward: bool,
     shape: PassShape,
     bands: np.ndarray,
@@ -330,8 +344,8 @@ def pass_tables(
     stream: int,
     prepared: Prepared | None = None,
     targets_of: Callable[[int], tuple[Targets, int | None]] | None = None,
-) -> PassTables:
-    """The tables of a mask for a pass.
+) -> MaskNumbers:
+    """The numbers and tables of a mask for a pass.
 
     Args:
         is_backward: else a forward.
@@ -347,13 +361,12 @@ def pass_tables(
     def plan_of(tiling: Tiling) -> DevicePlan:
         return hopper_plan.device_plan(bands, tiling, device)
 
-    def schedule_of(tiling: Tiling, key: ScheduleKey) -> tuple[int, int]:
-        made = hopper_plan.schedule_of(plan_of(tiling), *key)
-        return len(made.items), made.num_split
+    def schedule_of(tiling: Tiling, key: ScheduleKey) -> DeviceSchedule:
+        return hopper_plan.schedule_of(plan_of(tiling), *key)
 
     known = None if prepared is None else prepared[is_backward]
     if known is None or known.shape != shape:
         facts, seen = hopper_plan.mask_facts(bands), seen_numbers(bands, shape.num_own)
         found = facts, seen, shape, lambda tiling: plan_of(tiling).host
         known = backward_numbers(*found, schedule_of, targets_of) if is_backward else forward_numbers(*found)
-    return PassTables(known, plan_of, stream)
+    return known.on_device(plan_of, stream)

@@ -59,8 +59,8 @@ class BoundLaunches:
             list.
         mover: launches the lists, if they transfer rows between ranks.
         stream: raw handle.
-        numbers: of the mask.
-        read: its tables; None on a rank without rows.
+        numbers: of the mask and of the memory of a call.
+        read: the mask's numbers and tables; None on a rank without rows.
         is_direct: keys and values are published from the tensors that attention reads, without a copy.
         left: the caller has to send the partial gradients of fetched keys and values.
 
@@ -81,7 +81,7 @@ class BoundLaunches:
         mover: StepMover | None,
         stream: int,
         numbers: Mapping[str, int],
-        read: of_mask.PassTables | None,
+        read: of_mask.MaskNumbers | None,
         is_direct: bool,
         left: bool = False,
     ) -> None:
@@ -92,7 +92,7 @@ class BoundLaunches:
         targets: Targets | None = getattr(self.form, "targets", None)
         self.targets = None if targets is None or targets.are_gradients else targets
         self.tables: Mapping[str, DevicePlan] = {} if read is None else read.plans
-        self.num_bytes = 0 if read is None else read.num_bytes
+        self.num_bytes = sum(plan.num_bytes for plan in self.tables.values())
         self.use: Use | None = None
 
     def holds(self) -> bool:
@@ -434,7 +434,7 @@ class LaunchProgram:
             # Rows that see none of these keys keep what they have, unless a sink joins them.
             merges = output.accumulate and sink is None
             shape = of_mask.pass_shape((q, k, v), self.num_recv, options, merges=merges)
-            read = of_mask.pass_tables(False, shape, self.bands, q.device, stream, self.numbers)
+            read = of_mask.numbers_on_device(False, shape, self.bands, q.device, stream, self.numbers)
             numbers |= read.numbers
             more = [name for name, t in (("sink", sink), ("max_logits", output.max_logits)) if t is not None]
             slots = (*slots, "q", "k", "v", "out", "lse", *more)
@@ -501,7 +501,7 @@ class LaunchProgram:
 
     def _backward_tables(
         self, q: Layout, k: Layout, v: Layout, grads: Gradients | None, options: AttnOptions, stream: int
-    ) -> of_mask.PassTables:
+    ) -> of_mask.MaskNumbers:
         """The mask's tables; ``grads``: of a stage, which may be added to, or have other dtypes and layouts."""
         shape = of_mask.pass_shape((q, k, v), self.num_recv, options)
 
@@ -510,7 +510,7 @@ class LaunchProgram:
             return targets, targets.room_in_dq(grads)
 
         chosen = None if grads is None else targets_of
-        return of_mask.pass_tables(True, shape, self.bands, q.device, stream, self.numbers, chosen)
+        return of_mask.numbers_on_device(True, shape, self.bands, q.device, stream, self.numbers, chosen)
 
     def _with_keys[T: (ForwardInputs, BackwardInputs, Gradients)](self, layouts: T, *names: str) -> T:
         """Layouts of another mask, in which tensors of keys have this mask's number of keys."""

@@ -30,14 +30,13 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
         return delta
 
     def make() -> Launch:
-        params = hopper_kernels.params("row_delta")(
+        variant = hopper_kernels.row_delta(out.dtype, head_dim)
+        params = variant.params(
             dout_row=dout.stride(0), dout_head=dout.stride(1), out_row=out.stride(0), out_head=out.stride(1),
             num_rows=num_rows, num_heads=num_heads,
         )  # fmt: skip
-        defines = (f"HEAD_DIM_V={head_dim}", hopper_kernels.element(out.dtype))
-        kernel = hopper_kernels.small_kernel(out.device, "row_delta", defines)
         lanes = 1 << (head_dim // 8 - 1).bit_length()
-        return Launch(kernel, -(-num_rows * num_heads * lanes * 8 // _ELEMENTS), params)
+        return Launch(variant.load(out.device), -(-num_rows * num_heads * lanes * 8 // _ELEMENTS), params)
 
     launch = prepared(("row_delta", out.device, out.dtype, out.shape, dout.stride(), out.stride()), make)
     with launch.lock:

@@ -13,18 +13,30 @@ from torch import Tensor
 
 from megatron_magi.backends.triton.tables import DeviceTables, Tiling, tables_of
 from megatron_magi.backends.triton.tuning import Kernel, Sizes, kind_of, padded, sizes
+from megatron_magi.operands.merge import row_products
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
+from megatron_magi.operands.sparse_pattern import num_blocks
 
 LOG2_E = math.log2(math.e)
 _MOST_STRIDE = 1 << 21
 """Strides of rows up to here: offsets inside a block of 256 rows are of 32 bits."""
+_ROWS, _HEADS = 64, 16
+"""Rows, and heads, of a program of the kernels over rows."""
 
 
 @cache
 def kernels() -> ModuleType:
     """The kernels; imported when they are first used, as Triton is not everywhere."""
     from megatron_magi.backends.triton import kernels as module
+
+    return module
+
+
+@cache
+def row_kernels() -> ModuleType:
+    """Those over rows, likewise."""
+    from megatron_magi.backends.triton import row_kernels as module
 
     return module
 
@@ -71,20 +83,34 @@ def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, outp
 
 
 @torch.no_grad()
+def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+    """See `megatron_magi.backends.base.Backend.row_delta`; of an fp64 ``out``, which kernels do not take, by torch."""
+    num_rows, num_heads, dim = out.shape
+    if out.dtype == torch.float64:
+        return row_products(dout, out)
+    delta = torch.empty((num_rows, num_heads), dtype=torch.float32, device=out.device)
+    if delta.numel():
+        dout, out = readable(dout), readable(out)
+        row_kernels().row_delta_kernel[(num_blocks(num_rows, _ROWS) * num_heads,)](
+            dout, out, delta, num_rows, num_heads, *dout.stride()[:2], *out.stride()[:2], *delta.stride(),
+            DV=dim, PAD_V=padded(dim), ROWS=_ROWS,
+        )  # fmt: skip
+    return delta
+
+
+@torch.no_grad()
 def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, grads: Gradients) -> None:
     """See `megatron_magi.backends.base.Backend.backward`."""
     q, k, v, dout, lse, delta = inputs
     q, k, v, dout = (readable(x) for x in (q, k, v, dout.to(q.dtype)))
-    # A block of queries reads those of one head: next to each other.
-    lse, delta = (x.t().contiguous().t() for x in (lse, delta))
     num_rows, num_keys = q.shape[0], k.shape[0]
     scale, cap = _logit_factors(options)
-    strides = [s for x in (q, k, v, dout, lse, delta) for s in x.stride()[:2]]
-    common = (q, k, v, dout, lse, delta)
+    strides = [s for x in (q, k, v, dout) for s in x.stride()[:2]]
+    common = (q, k, v, dout, *_by_head(lse, delta))
     found, tables = _launch("query_gradient", q, k, v, bands, options)
     if tables is not None:
         kernels().query_gradient_kernel[(tables.tiles.shape[0] * q.shape[1],)](
-            *common, grads.dq, tables.tiles, tables.passes, tables.bounds, num_keys, q.shape[1],
+            *common, grads.dq, tables.tiles, tables.passes, tables.bounds, num_rows, num_keys, q.shape[1],
             *strides, *grads.dq.stride()[:2], scale, cap, options.softmax_scale,
             **_shape(q, k, v, found), CAPPED=bool(options.softcap), ADDS=grads.accumulate_dq,
         )  # fmt: skip
@@ -95,6 +121,19 @@ def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, gr
             *strides, *grads.dk.stride()[:2], *grads.dv.stride()[:2], scale, cap, options.softmax_scale,
             **_shape(q, k, v, found), CAPPED=bool(options.softcap), ADDS=grads.accumulate_keys,
         )  # fmt: skip
+
+
+def _by_head(lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """lse, as kernels of the backward read it, and delta: fp32 ``[num_heads, num_rows]``."""
+    num_rows, num_heads = lse.shape
+    # Not one tensor for both: the second's alignment, for which kernels are compiled, would be that of a length.
+    made = [torch.empty((num_heads, num_rows), dtype=torch.float32, device=lse.device) for _ in range(2)]
+    if lse.numel():
+        heads = num_blocks(num_heads, _HEADS)
+        row_kernels().by_head_kernel[(num_blocks(num_rows, _ROWS) * heads,)](
+            lse, delta, *made, num_rows, num_heads, heads, *lse.stride(), *delta.stride(), ROWS=_ROWS, HEADS=_HEADS,
+        )  # fmt: skip
+    return made[0], made[1]
 
 
 def _launch(

@@ -23,6 +23,7 @@ class TritonKernels(Backend):
 
     forward = staticmethod(attention.forward)
     backward = staticmethod(attention.backward)
+    row_delta = staticmethod(attention.row_delta)
 
     def why_not(
         self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int], instead: str = "'torch'"

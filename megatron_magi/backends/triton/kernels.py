@@ -216,15 +216,14 @@ def _grad_queries(
     return dq + _dot(ds.to(keys.dtype), keys, PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_heads", "lse_head", "delta_head"])
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "num_heads"])
 def query_gradient_kernel(
-    q, k, v, dout, lse, delta, dq, tiles, passes, bounds, num_keys, num_heads,
-    q_row, q_head, k_row, k_head, v_row, v_head, dout_row, dout_head, lse_row, lse_head, delta_row, delta_head,
-    dq_row, dq_head, scale, cap, softmax_scale,
+    q, k, v, dout, lse, delta, dq, tiles, passes, bounds, num_rows, num_keys, num_heads,
+    q_row, q_head, k_row, k_head, v_row, v_head, dout_row, dout_head, dq_row, dq_head, scale, cap, softmax_scale,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPPED: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `forward_kernel`, of dq."""
+    """As `forward_kernel`, of dq. ``lse``, in base 2, and ``delta`` are ``[num_heads, num_rows]`` (`row_kernels`)."""
     tile, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     row, begin = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
     end, past = tl.load(tiles + 4 * tile + 2), row + tl.load(tiles + 4 * tile + 3)
@@ -234,9 +233,9 @@ def query_gradient_kernel(
     grad = _rows(dout + tl.cast(head, tl.int64) * dout_head, row, past, dout_row, ROWS, DV, PAD_V, True)
     rows = row + tl.arange(0, ROWS)
     there = rows < past
-    row_lse = tl.load(lse + tl.cast(rows, tl.int64) * lse_row + head * lse_head, mask=there, other=0.0)
-    row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse * LOG2_E)
-    row_delta = tl.load(delta + tl.cast(rows, tl.int64) * delta_row + head * delta_head, mask=there, other=0.0)
+    at = tl.cast(head, tl.int64) * num_rows + rows
+    row_lse = tl.load(lse + at, mask=there, other=0.0)
+    row_delta = tl.load(delta + at, mask=there, other=0.0)
     acc = tl.zeros([ROWS, PAD_K], tl.float32)
     for i in range(begin, end):
         first, count, full, past_full = _pass(passes, i)
@@ -258,8 +257,7 @@ def query_gradient_kernel(
 
 @triton.jit
 def _grad_keys(
-    dk, dv, keys, values, q, dout, lse, delta, q_stride, dout_stride, lse_stride, delta_stride, column, num_rows, low,
-    high, scale, cap,
+    dk, dv, keys, values, q, dout, lse, delta, q_stride, dout_stride, column, num_rows, low, high, scale, cap,
     DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, COLUMNS: tl.constexpr,
     MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -268,12 +266,11 @@ def _grad_keys(
     query = _rows(q, column, num_rows, q_stride, COLUMNS, DK, PAD_K, MASKED)
     grad = _rows(dout, column, num_rows, dout_stride, COLUMNS, DV, PAD_V, MASKED)
     if MASKED:
-        row_lse = tl.load(lse + tl.cast(columns, tl.int64) * lse_stride, mask=columns < num_rows, other=0.0)
-        row_delta = tl.load(delta + tl.cast(columns, tl.int64) * delta_stride, mask=columns < num_rows, other=0.0)
+        row_lse = tl.load(lse + columns, mask=columns < num_rows, other=0.0)
+        row_delta = tl.load(delta + columns, mask=columns < num_rows, other=0.0)
     else:
-        row_lse = tl.load(lse + tl.cast(columns, tl.int64) * lse_stride)
-        row_delta = tl.load(delta + tl.cast(columns, tl.int64) * delta_stride)
-    row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse * LOG2_E)
+        row_lse = tl.load(lse + columns)
+        row_delta = tl.load(delta + columns)
     logits = _dot(keys, tl.trans(query), PRECISION) * scale
     if CAPPED:
         bent = _tanh(logits)
@@ -289,11 +286,11 @@ def _grad_keys(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads", "lse_head", "delta_head"])
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])
 def key_gradient_kernel(
     q, k, v, dout, lse, delta, dk, dv, tiles, passes, bounds, num_rows, num_heads,
-    q_row, q_head, k_row, k_head, v_row, v_head, dout_row, dout_head, lse_row, lse_head, delta_row, delta_head,
-    dk_row, dk_head, dv_row, dv_head, scale, cap, softmax_scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, dout_row, dout_head, dk_row, dk_head, dv_row, dv_head,
+    scale, cap, softmax_scale,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPPED: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -308,21 +305,21 @@ def key_gradient_kernel(
     for member in range(GROUP):
         query_head = tl.cast(head * GROUP + member, tl.int64)
         q_at, dout_at = q + query_head * q_head, dout + query_head * dout_head
-        lse_at, delta_at = lse + query_head * lse_head, delta + query_head * delta_head
+        lse_at, delta_at = lse + query_head * num_rows, delta + query_head * num_rows
         for i in range(begin, end):
             first, count, full, past_full = _pass(passes, i)
             for block in range(full, past_full):
                 of_keys, of_values = _grad_keys(
-                    of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row, lse_row,
-                    delta_row, first + block * COLUMNS, num_rows, 0, 0, scale, cap,
+                    of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row,
+                    first + block * COLUMNS, num_rows, 0, 0, scale, cap,
                     DK, DV, PAD_K, PAD_V, COLUMNS, False, CAPPED, PRECISION,
                 )  # fmt: skip
             low, high = _bounds(bounds, i, ROWS)
             for other in range(count - past_full + full):
                 block = tl.where(other < full, other, other + past_full - full)
                 of_keys, of_values = _grad_keys(
-                    of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row, lse_row,
-                    delta_row, first + block * COLUMNS, num_rows, low, high, scale, cap,
+                    of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row,
+                    first + block * COLUMNS, num_rows, low, high, scale, cap,
                     DK, DV, PAD_K, PAD_V, COLUMNS, True, CAPPED, PRECISION,
                 )  # fmt: skip
     into = dk + tl.cast(head, tl.int64) * dk_head

@@ -20,23 +20,25 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.collective_checks import add_guard
 from megatron_magi.comm.movement import FlatRows, Into, Started
 from megatron_magi.comm.peer_kernels import (
-    Launch,
+    SHAPES,
+    SUM_LOADS,
+    PeerLaunch,
     blocks_apart,
     blocks_of,
     blocks_that_pull,
     kernel_of,
+    params_of,
     put_kernel,
 )
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
-from megatron_magi.comm.peers import MAX_RANKS, PEERS, PeerMemory, Rendezvous, refusal_of_host
+from megatron_magi.comm.peers import PeerMemory, Rendezvous, control_struct, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
-from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_in, rows_of, vector_of, widest, with_rows
-from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
+from megatron_magi.comm.row_memory import WIDEST, Rows, rows_in, rows_of, slot_rows, vector_of, widest, with_rows
+from megatron_magi.comm.slots import Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.comm.sm_budget import share_of
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
 from megatron_magi.cuda.launch_list import LaunchList, Place, Step
@@ -47,8 +49,6 @@ _SEND, _TAKE = 1, 2  # Role of put.cuh
 _BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
 
 _CAST, _GIVE_BACK, _ADD, _GET = "cast", "give back", "add", "get"
-_BROKEN, _GET_CALL = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 5)
-"""Bytes into Control of peers.cuh."""
 
 
 class _Exchange(NamedTuple):
@@ -147,14 +147,14 @@ class Native:
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes)
         prepare = functools.partial(self._prepare_get, args, layout, rows, results)
         (launch,) = self._launches((_GET,), args, rows, results, prepare)
-        _, control, *_ = own = self._own_memory()
+        peers = self._memory.peers
+        control = peers.control[self._rendezvous.rank]
         # A waiting kernel occupies all SMs. With two groups, on two streams, each could block the publishing kernel for
         # which the other group's ranks wait.
         overlaps = len(_of_device(self._device)) == 1
-        notice, timeout_ns = own[2:]
         return Arriving(
-            into, places, launch.step(sources, places), control + _GET_CALL, self._flags.data_ptr(), control + _BROKEN,
-            notice, timeout_ns, overlaps,
+            into, places, launch.step(sources, places), control + control_struct().get_call.offset,
+            self._flags.data_ptr(), control + control_struct().broken.offset, peers.notice, peers.timeout_ns, overlaps,
         )  # fmt: skip
 
     def adding(
@@ -200,12 +200,6 @@ class Native:
                         self._side.wait_event(self._ready)
                     self._join(current)
             calls.queue(*addresses)
-
-    def _own_memory(self) -> tuple[int, int, int, int]:
-        """Addresses of this rank's slots, flags and notice, and the timeout in nanoseconds."""
-        numbers = PEERS.unpack(self._memory.packed)
-        rank = self._rendezvous.rank
-        return numbers[rank], numbers[MAX_RANKS + rank], numbers[2 * MAX_RANKS], numbers[2 * MAX_RANKS + 2]
 
     def failure(self) -> str | None:
         """What a kernel that timed out waited for, or that kernels were stopped; None if none did."""
@@ -306,8 +300,8 @@ class Native:
         args: GroupCastArgs,
         rows: list[Rows],
         results: list[Rows],
-        prepare: Callable[[int], tuple[Launch, ...]],
-    ) -> tuple[Launch, ...]:
+        prepare: Callable[[int], tuple[PeerLaunch, ...]],
+    ) -> tuple[PeerLaunch, ...]:
         """The result of ``prepare`` for a share of SMs, cached for calls that differ in addresses alone."""
         forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
         share = share_of(self._num_sms, len(_of_device(self._device)))
@@ -320,7 +314,7 @@ class Native:
 
     def _exchanges(
         self, exchange: _Exchange, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows]
-    ) -> tuple[Launch, ...]:
+    ) -> tuple[PeerLaunch, ...]:
         """`_prepare`, cached."""
         prepare = functools.partial(self._prepare, exchange, args, layout, rows, results)
         return self._launches(exchange, args, rows, results, prepare)
@@ -333,7 +327,7 @@ class Native:
         rows: list[Rows],
         results: list[Rows],
         share: int,
-    ) -> tuple[Launch, ...]:
+    ) -> tuple[PeerLaunch, ...]:
         """The kernels of a call, one for each of its roles, with all parameters except addresses of rows."""
         kind, types, roles, index = exchange
         tables, row_bytes = args.peers, slot_row_bytes(layout)
@@ -342,46 +336,50 @@ class Native:
         sent, order = (args.send_index, args.recv_order) if kind == _CAST else (args.recv_position, None)
         assert not index or args.recv_order is None
         there, back = (index, 0) if kind == _CAST else (0, index)
-        pointers = [back or _address(sent), tables.routes.data_ptr() + row, there, 0, _address(order)]
+        tables_of = {"sent": back or _address(sent), "route": tables.routes.data_ptr() + row}
         unit, most = widest(rows), args.most[1 if kind == _CAST else 2]
         if types:
-            pointers[2:] = [x.data_ptr() for x in (args.arrivals.rows, args.arrivals.starts, args.arrivals.sources)]
+            rows_to, starts, order = args.arrivals.rows, args.arrivals.starts, args.arrivals.sources
+            tables_of |= {"rows": rows_to.data_ptr(), "starts": starts.data_ptr(), "order": order.data_ptr()}
             vector = vector_of(results, *types)
-            unit_to, loads_to = vector * types[1].itemsize, peer_kernels.SUM_LOADS
+            unit_to, loads_to = vector * types[1].itemsize, SUM_LOADS
             name, defines = put_kernel(unit, row_bytes, types, vector)
         else:
             unit = unit_to = min(unit, widest(results))
             name, defines = put_kernel(unit, row_bytes)
-            loads_to = peer_kernels.SHAPES[name].loads
+            tables_of |= {"rows": there, "order": _address(order)}
+            loads_to = SHAPES[name].loads
         kernel = kernel_of(name, defines, self._device)
-        parts = (
-            self._memory.packed,
-            pack_slot_rows(rows, row_bytes, unit, kernel.loads),
-            pack_slot_rows(results, row_bytes, unit_to, loads_to),
-            *pointers,
-            sent_shift(row_bytes, most),
-        )
+        params = params_of(name)(
+            **{"from": slot_rows(rows, row_bytes, unit, SHAPES[name].loads)}, peers=self._memory.peers,
+            to=slot_rows(results, row_bytes, unit_to, loads_to), chunk_shift=sent_shift(row_bytes, most), **tables_of,
+        )  # fmt: skip
+        blocks, started = blocks_apart(share, bool(types)), 0
         if roles == _BOTH:
-            return (Launch(kernel, blocks_of(name, share), *parts, *roles, started=self._started.cuda_event),)
-        blocks = zip(blocks_apart(share, bool(types)), roles, strict=True)
-        return tuple(Launch(kernel, num_blocks, *parts, role) for num_blocks, role in blocks)
+            blocks, started = (blocks_of(name, share),), self._started.cuda_event
+        launches = []
+        for num_blocks, params.roles in zip(blocks, roles, strict=True):
+            launches.append(PeerLaunch(kernel, num_blocks, params, started))
+        return tuple(launches)
 
     def _prepare_get(
         self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], share: int
-    ) -> tuple[Launch, ...]:
+    ) -> tuple[PeerLaunch, ...]:
         """The kernel that publishes rows and pulls those of other ranks, likewise."""
         tables, row_bytes = args.peers, slot_row_bytes(layout)
         assert tables is not None
         counts, unit = tables.counts.data_ptr(), widest(rows)
         num_blocks = blocks_of("get_rows", share)
         kernel = kernel_of("get_rows", (f"UNIT={unit}",), self._device)
-        launch = Launch(
-            kernel, num_blocks, self._memory.packed, pack_slot_rows(rows, row_bytes, unit, kernel.loads),
-            pack_slot_rows(results, row_bytes, WIDEST, kernel.loads), tables.published.data_ptr(),
-            tables.starts.data_ptr(), counts + _NUM_CHUNKS, tables.fetch.data_ptr(), counts + _NUM_FETCHED,
-            chunk_shift(row_bytes), self._flags.data_ptr(), part_rows(args.num_recv), blocks_that_pull(num_blocks),
+        loads = SHAPES["get_rows"].loads
+        params = params_of("get_rows")(
+            **{"from": slot_rows(rows, row_bytes, unit, loads)}, to=slot_rows(results, row_bytes, WIDEST, loads),
+            peers=self._memory.peers, rows=tables.published.data_ptr(), starts=tables.starts.data_ptr(),
+            num_chunks=counts + _NUM_CHUNKS, places=tables.fetch.data_ptr(), num_pulled=counts + _NUM_FETCHED,
+            chunk_shift=chunk_shift(row_bytes), flags=self._flags.data_ptr(), part_rows=part_rows(args.num_recv),
+            pullers=blocks_that_pull(num_blocks),
         )  # fmt: skip
-        return (launch,)
+        return (PeerLaunch(kernel, num_blocks, params),)
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
         """The stream of a handle, which is or was the current one."""

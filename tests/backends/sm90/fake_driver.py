@@ -72,12 +72,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator
     monkeypatch.setattr(program, "_bound", LruCache(1 << 30))
     for name in ("_programs", "_makers"):
         monkeypatch.setattr(hopper, name, LruCache(1 << 30))
-    known = (
-        kernels.forward_kernel, kernels.backward_kernel, kernels.backward_keys_kernel,
-        kernels.backward_queries_kernel, kernels.small_kernel,
-    )  # fmt: skip
-    for kernel in known:
-        kernel.cache_clear()
+    loaded = kernels.loaded
+    loaded.cache_clear()
     yield launched
-    for kernel in known:
-        kernel.cache_clear()
+    loaded.cache_clear()

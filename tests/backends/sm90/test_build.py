@@ -28,24 +28,16 @@ GATED_SPILL_BYTES = 120  # where it waits for keys
 MOST_SHARED_BYTES = 227 << 10  # of a block on Hopper
 
 
-def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...], int]]:
-    """Sources, macros and bytes of shared memory of the attention kernels of these head dims."""
-    seen: list[tuple[str, tuple[str, ...], int]] = []
-
-    def load(_device, name, defines, _threads, shared_bytes) -> None:
-        seen.append((name, defines, shared_bytes))
-
-    monkeypatch.setattr(hopper_kernels, "_load", load)
-    for tile in hopper_kernels.FORWARD_TILES[dims]:
-        hopper_kernels.forward_kernel.__wrapped__(None, dtype, dims, tile, softcap)
+def kernels(dims, dtype, softcap) -> list[hopper_kernels.KernelVariant]:
+    """The attention kernels of these head dims."""
+    found = [hopper_kernels.forward(dtype, dims, tile, softcap) for tile in hopper_kernels.FORWARD_TILES[dims]]
     if dims in hopper_kernels.BACKWARD_DIMS:
-        hopper_kernels.backward_queries_kernel.__wrapped__(None, dtype, dims, softcap)
+        found.append(hopper_kernels.backward_queries(dtype, dims, softcap))
     if dims in hopper_kernels.WHOLE_DIMS:
-        for adds_dq in (False, True):
-            hopper_kernels.backward_kernel.__wrapped__(None, dtype, dims, softcap, adds_dq)
+        found += [hopper_kernels.backward(dtype, dims, softcap, adds_dq) for adds_dq in (False, True)]
     elif dims in hopper_kernels.PART_TILES:
-        hopper_kernels.backward_keys_kernel.__wrapped__(None, dtype, dims, softcap)
-    return seen
+        found.append(hopper_kernels.backward_keys(dtype, dims, softcap))
+    return found
 
 
 def compile_all(wanted):
@@ -61,14 +53,17 @@ def compile_all(wanted):
 def test_attention_kernels_fit_shared_memory_and_compile_without_serialised_products_or_large_spills(
     monkeypatch, dims, softcap, dtype
 ):
-    found = kernels(monkeypatch, dims, dtype, softcap)
+    found = kernels(dims, dtype, softcap)
     of_backward = 3 * (dims in hopper_kernels.WHOLE_DIMS) + 2 * (dims in hopper_kernels.PART_TILES)
     assert len(found) == len(hopper_kernels.FORWARD_TILES[dims]) + of_backward
     flatten = hopper_build.flatten_source
     check = '\nstatic_assert(sizeof(Shared) <= ASKED_BYTES, "shared memory");\n'
     monkeypatch.setattr(hopper_build, "flatten_source", lambda path: flatten(path) + check)
-    assert all(asked <= MOST_SHARED_BYTES for _, _, asked in found)
-    wanted = [(f"attention/sm90/{name}.cu", (*defines, f"ASKED_BYTES={asked}")) for name, defines, asked in found]
+    assert all(kernel.shared_bytes <= MOST_SHARED_BYTES for kernel in found)
+    wanted = [
+        (hopper_kernels.source_of(kernel.name), (*kernel.macros, f"ASKED_BYTES={kernel.shared_bytes}"))
+        for kernel in found
+    ]
     for (source, macros), taken in compile_all(wanted):
         assert taken.spilled_bytes <= PRODUCER_SPILL_BYTES, f"{source} {macros}: {taken}"
 

@@ -11,7 +11,7 @@ import torch
 from megatron_magi.backends.sm90 import mask_numbers
 from megatron_magi.backends.sm90.backward_steps import BackwardSteps
 from megatron_magi.backends.sm90.forward_steps import forward_steps
-from megatron_magi.backends.sm90.mask_numbers import pass_shape, pass_tables
+from megatron_magi.backends.sm90.mask_numbers import numbers_on_device, pass_shape
 from megatron_magi.backends.sm90.program import _later_numbers
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch_list import LaunchList, Step
@@ -48,11 +48,11 @@ def passes(mask, num_arriving, options):
     places = ("scratch", "later.k"), ("scratch", "later.v")
     arriving = Arriving((rows, rows), places, None, 0, 0, 0, 0, 0)
     operands, shape = (ForwardInputs(q, k, k), ForwardOutput(q, lse)), pass_shape((q, k, k), num_arriving, options)
-    known = pass_tables(False, shape, bands, q.device, 0)
+    known = numbers_on_device(False, shape, bands, q.device, 0)
     _, *steps = forward_steps(*operands, known.form, options, 0, arriving)
     yield steps, known.form, {**numbers, **known.numbers}
     inputs, grads = BackwardInputs(q, k, k, q, lse, lse), Gradients(q, k, k)
-    known, returning = pass_tables(True, shape, bands, q.device, 0), Step(None, 1, None)
+    known, returning = numbers_on_device(True, shape, bands, q.device, 0), Step(None, 1, None)
     kernels = BackwardSteps(inputs, q, grads, known.form, options, 0, arriving, returning)
     scratch = kernels.scratch(known.numbers["key_sums"], 1 << 20)
     steps = [step for step in kernels.steps()[1:] if step.kernel is not None]
@@ -99,7 +99,7 @@ def test_a_rank_that_fetches_nothing_computes_beside_what_publishes_its_keys(mon
     operands, options = (ForwardInputs(q, k, k), ForwardOutput(q, lse)), AttnOptions(0.1)
     none, places = lie(0, HEADS_KV), (("scratch", "later.k"), ("scratch", "later.v"))
     with fake_driver(monkeypatch):
-        known = pass_tables(False, pass_shape((q, k, k), 0, options), bands_of(MASKS["causal"], 0), q.device, 0)
+        known = numbers_on_device(False, pass_shape((q, k, k), 0, options), bands_of(MASKS["causal"], 0), q.device, 0)
         arriving = Arriving((none, none), places, Step(None, 1, None), 0, 0, 0, 0, 0)
         first, step = forward_steps(*operands, known.form, options, 0, arriving)
         numbers = {**_later_numbers(0, {"later.k": none, "later.v": none}), **known.numbers}
@@ -115,9 +115,9 @@ def test_what_a_worker_finds_for_another_shape_of_pass_is_found_anew(monkeypatch
     bands = bands_of(MASKS["documents"], num_arriving)
     with fake_driver(monkeypatch):
         shape = pass_shape((q, k, k), num_arriving, options)
-        expected = pass_tables(False, shape, bands, q.device, 0).numbers
+        expected = numbers_on_device(False, shape, bands, q.device, 0).numbers
         wrong = mask_numbers.MaskNumbers(shape._replace(sm_margin=9), None, {}, {})
-        assert pass_tables(False, shape, bands, q.device, 0, (wrong, None)).numbers == expected
+        assert numbers_on_device(False, shape, bands, q.device, 0, (wrong, None)).numbers == expected
 
 
 def test_rows_and_keys_that_see_and_are_seen_are_counted_apart_for_keys_that_arrive():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,14 +19,15 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
+from tests.cuda.struct_layout import layout_checks
 
 _WIDE = (
     "HEAD_DIM=192", "HEAD_DIM_V=128", "WIDTH=64", "STAGES=2", "STAGES_V=2", "STAGED=0", "DTYPE=Bf16", "SOFTCAP=0",
 )  # fmt: skip
 _OF_DTYPE = ("HEAD_DIM=64", "DTYPE=Bf16")
 KERNELS = {
-    "forward": (hopper_kernels.forward_macros(torch.bfloat16, (64, 64), (128, 128), False), ("CAPTURED", "STREAM_KV")),
-    "backward": (hopper_kernels.backward_macros(torch.bfloat16, (64, 64), False, True), ("CAPTURED", "STREAM_KV")),
+    "forward": (hopper_kernels.forward(torch.bfloat16, (64, 64), (128, 128), False).macros, ("CAPTURED", "STREAM_KV")),
+    "backward": (hopper_kernels.backward(torch.bfloat16, (64, 64), False, True).macros, ("CAPTURED", "STREAM_KV")),
     "backward_keys": (_WIDE, ("CAPTURED",)),
     "backward_queries": (_WIDE, ("CAPTURED", "STREAM_KV")),
     "preprocess": ((), ("CAPTURED",)),
@@ -43,26 +43,12 @@ STRUCTS = [
 STRUCTS.append(("preprocess", ("DELTA=1", "HEAD_DIM_V=64", "DTYPE=Bf16")))
 
 
-def members(kind: type[ctypes.Structure], name: str = "", at: int = 0) -> Iterator[tuple[str, int]]:
-    """Members of a struct and of structs in it, as C names them, with their offsets."""
-    for field, of, *_ in kind._fields_:
-        offset = at + getattr(kind, field).offset
-        if issubclass(of, ctypes.Structure):
-            yield from members(of, f"{name}{field}.", offset)
-        elif field != "pad":
-            yield name + field, offset
-
-
 @pytest.mark.parametrize(("source", "defines"), STRUCTS)
 def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
-    struct = kernel_params(hopper_kernels.source_of(source), defines)
-    name, checks = struct.__name__, []
-    for member, offset in members(struct):
-        checks.append(f'static_assert(__INTADDR__(&static_cast<{name}*>(0)->{member}) == {offset}, "{member}");')
-    checks.append(f'static_assert(sizeof({name}) <= {ctypes.sizeof(struct)}, "size");')
+    checks = layout_checks(kernel_params(hopper_kernels.source_of(source), defines))
     flatten, options = hopper_build.flatten_source, hopper_build._options
-    monkeypatch.setattr(hopper_build, "flatten_source", lambda path: flatten(path) + "\n".join(checks) + "\n")
+    monkeypatch.setattr(hopper_build, "flatten_source", lambda path: flatten(path) + checks + "\n")
     # Code is generated in test_ffa_build.py.
     monkeypatch.setattr(hopper_build, "_options", lambda *args: [*options(*args), "--fdevice-syntax-only"])
     hopper_build.compile_kernel(f"attention/sm90/{source}.cu", defines)
@@ -258,13 +244,13 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, monkeypatch,
 def test_a_launch_is_kept_for_its_head_dim_alone(launched, monkeypatch):
     """Gradients that are parts of wider tensors: their strides do not tell head dims apart."""
     dims = []
-    small_kernel = hopper_kernels.small_kernel
+    loaded = hopper_kernels.loaded
 
-    def record(device, name, defines):
-        dims.append((name, *(int(d.split("=")[1]) for d in defines if d.startswith("HEAD_DIM"))))
-        return small_kernel(device, name, defines)
+    def record(variant, device):
+        dims.append((variant.name, *(int(d.split("=")[1]) for d in variant.macros if d.startswith("HEAD_DIM"))))
+        return loaded(variant, device)
 
-    monkeypatch.setattr(hopper_kernels, "small_kernel", record)
+    monkeypatch.setattr(hopper_kernels, "loaded", record)
     bands = np.array([[0, 2000, 0, 2000, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]], dtype=np.int64)
     wide_q, wide_k = torch.zeros(2000, 16, 128), torch.zeros(2000, 2, 128)
     row = torch.zeros(2000, 16)
@@ -321,7 +307,7 @@ def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, documen
     asked = []
 
     def load(_device, name, defines, threads, size):
-        asked.append((name, defines))
+        asked.append(hopper_kernels.KernelVariant(name, defines, threads, size))
         return hopper_driver.Kernel(name, threads, size)
 
     monkeypatch.setattr(hopper_kernels, "_load", load)

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_magi.backends.triton import kernels, latent_kernels, sparse, sparse_kernels
+from megatron_magi.backends.triton import kernels, latent_kernels, row_kernels, sparse, sparse_kernels
 from megatron_magi.backends.triton.tuning import (
     Kernel,
     LatentKernel,
@@ -62,6 +62,15 @@ def usage(
         "CAPPED": special, "HAS_SINK": special, "MERGES": special, "KEEPS_MAX": special, "ADDS": special,
     }  # fmt: skip
     return _usage(_FUNCTIONS[kernel], constants, capability, dtype, found)
+
+
+def row_usage(capability: tuple[int, int]) -> list[Usage]:
+    """Compiles the kernels over rows."""
+    room = Sizes(64, 1, 4, 3)
+    return [
+        _usage(row_kernels.row_delta_kernel, {"DV": 256, "PAD_V": 256, "ROWS": 64}, capability, torch.float32, room),
+        _usage(row_kernels.by_head_kernel, {"ROWS": 64, "HEADS": 16}, capability, torch.float32, room),
+    ]
 
 
 def sparse_usage(
@@ -131,7 +140,7 @@ def _usage(
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif name == "mask":
             signature[name] = "*i8"
-        elif name in ("lse", "row_max", "sink", "delta", "dkv", "parts"):
+        elif name in ("lse", "row_max", "sink", "delta", "dkv", "parts", "out_lse", "out_delta"):
             signature[name] = "*fp32"
         elif name in ("spans", "order") or (name == "bounds" and "order" in names):
             signature[name] = "*i64"

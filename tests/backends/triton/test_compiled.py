@@ -28,6 +28,13 @@ def test_kernels_fit_every_gpu(capability, kernel):
         assert used.shared <= room and used.spilled <= MOST_SPILLED, (dims, used)
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_kernels_over_rows_keep_their_registers(capability):
+    from tests.backends.triton.compiled import row_usage
+
+    assert all(used.spilled == 0 for used in row_usage(capability))
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("kernel", get_args(Kernel))
 def test_kernels_of_fp32_with_every_option_fit_the_smallest_gpu(kernel, dim):

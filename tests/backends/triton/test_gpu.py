@@ -45,9 +45,12 @@ def test_results_are_bitwise_repeatable():
 
 
 def test_a_new_mask_compiles_nothing():
-    from megatron_magi.backends.triton import kernels
+    from megatron_magi.backends.triton import kernels, row_kernels
 
-    compiled = (kernels.forward_kernel, kernels.query_gradient_kernel, kernels.key_gradient_kernel)
+    compiled = (
+        kernels.forward_kernel, kernels.query_gradient_kernel, kernels.key_gradient_kernel,
+        row_kernels.row_delta_kernel, row_kernels.by_head_kernel,
+    )  # fmt: skip
     counts = []
     for lengths in ([100, 28], [1, 300, 16], [128], [4096, 512, 3], *([n, 64] for n in range(1, 996))):
         q, k, v = (

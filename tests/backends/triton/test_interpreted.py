@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 PROGRAM = """
 import tests.backends.triton.interpreted
 import torch
+from megatron_magi.backends.triton import attention
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 
@@ -36,11 +37,11 @@ def results(impl, mask, heads, dims, dtype, sinks, softcap):
     merged, merged_lse = out.to(lse.dtype, copy=True), lse.clone()
     slice_attention_forward(q, k, v, mask.bands, out=merged, lse=merged_lse, **common)
     grads = slice_attention_backward(
-        dout, q, k, v, lse, row_delta(dout, out), mask.bands, grad_dtype=lse.dtype, **common
+        dout, q, k, v, lse, row_delta(dout, out, impl), mask.bands, grad_dtype=lse.dtype, **common
     )
     before = [torch.full_like(g, 0.5) for g in grads]
     added = slice_attention_backward(
-        dout, q, k, v, lse, row_delta(dout, out), mask.bands, dq=before[0], dk=before[1], dv=before[2], **common
+        dout, q, k, v, lse, row_delta(dout, out, impl), mask.bands, dq=before[0], dk=before[1], dv=before[2], **common
     )
     names = ("out", "lse", "largest", "merged", "merged_lse", "dq", "dk", "dv", "dq+", "dk+", "dv+")
     return dict(zip(names, (out, lse, largest, merged, merged_lse, *grads, *added)))
@@ -65,6 +66,16 @@ for case in CASES:
         error = float((got[name].double() - exact[name]).norm() / exact[name].norm().clamp(min=1e-3))
         # Products of fp16 round probabilities to it, as all kernels do.
         assert error < (1e-6 if case[3] == torch.float32 else 1e-3), f"{case[1:]} {name}: {error:.1e}"
+# An output of 0 counts as 0 whatever its gradient is; rows and heads are no multiples of what programs take.
+out, dout = torch.ones(70, 3, 40), torch.full((70, 3, 40), torch.nan)
+out[:, 1], dout[:, ::2] = 0, 0.5
+for given in (dout, dout.half(), dout.transpose(0, 2).contiguous().transpose(0, 2)):
+    got = row_delta(given, out.to(given.dtype), "triton")
+    torch.testing.assert_close(got, torch.tensor([20.0, 0.0, 20.0]).expand(70, 3))
+lse = torch.tensor([[0.0, 1.0, -torch.inf], [2.0, -3.0, 4.0]])
+for given in (lse, lse.t().contiguous().t()):
+    by_head = torch.tensor([[0.0, 2.0], [1.0, -3.0], [0.0, 4.0]]) * attention.LOG2_E, lse.exp().t()
+    torch.testing.assert_close(attention._by_head(given, lse.exp()), by_head)
 print("compared", len(CASES))
 """
 

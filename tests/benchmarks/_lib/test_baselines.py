@@ -82,6 +82,9 @@ def test_every_baseline_computes_the_dense_definition(ranks, num_ranks):
         for name in BASELINES:
             given = [of_rank[name, case_name] for of_rank in found]
             if isinstance(given[0], str):
+                if name.startswith("te_"):
+                    assert "not installed, or needs GPUs" in given[0]
+                    continue
                 if name.startswith("torch_"):
                     reason = "needs GPUs" if "flex" not in name else "are not whole blocks of 128 on each rank"
                     assert reason in given[0]
@@ -135,14 +138,22 @@ def test_documents_get_as_many_ranks_as_their_work_asks_for():
     assert sorted(place(np.array([[0, 30], [30, 32]]), 3)) == [1, 3]
 
 
-def run_torch(rank: int, num_ranks: int) -> dict[tuple[str, str], object]:
-    """Results of PyTorch's own ways in bf16."""
+ALIGNED_DOCS = (64, 240, 16, 192)
+ALIGNED = Case("documents", builders.varlen(doc_lengths=ALIGNED_DOCS, causal=True), True, doc_lengths=ALIGNED_DOCS)
+WHOLE_CASES = (MASKS["full"](512), MASKS["causal"](512))
+WINDOW_512 = Case("window", builders.sliding_window(512, 99, 0), causal=True, window=100)
+"""Masks of 512 tokens."""
+
+
+def run_others(rank: int, num_ranks: int, ways: dict[str, tuple[Case, ...]]) -> dict[tuple[str, str], list[float]]:
+    """Relative errors of ways of other libraries in bf16, on the masks that each has."""
+    del num_ranks
     cluster, found, length = Cluster(), {}, 512
     generator = torch.Generator().manual_seed(0)
     shapes = ((HEADS_Q, 64), (HEADS_KV, 64), (HEADS_KV, 64), (HEADS_Q, 64))
     tensors = [torch.randn(length, *s, generator=generator).to(f"cuda:{rank}", torch.bfloat16) for s in shapes]
-    for name in ("torch_ring", "torch_all_gather"):
-        for case in (MASKS["full"](length), MASKS["causal"](length)):
+    for name, cases in ways.items():
+        for case in cases:
             ready = BASELINES[name](case, cluster, HEADS_KV)
             index = torch.from_numpy(token_index(ready.runs)).to(f"cuda:{rank}")
             q, k, v, dout = (t[index].requires_grad_(i < 3) for i, t in enumerate(tensors))
@@ -226,5 +237,15 @@ def test_accelerate_calls_pytorchs_way_that_gathers():
 @pytest.mark.gpu
 @pytest.mark.ranks(2)
 def test_pytorchs_own_ways_compute_the_dense_definition():
-    for found in run_ranks(run_torch, 2, backend="nccl"):
+    ways = dict.fromkeys(("torch_ring", "torch_all_gather"), WHOLE_CASES)
+    for found in run_ranks(run_others, 2, ways, backend="nccl"):
         assert len(found) == 4 and all(error < 1e-2 for errors in found.values() for error in errors), found
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+def test_transformer_engines_own_ways_compute_the_dense_definition():
+    pytest.importorskip("transformer_engine")
+    ways = {"te_p2p": (*WHOLE_CASES, ALIGNED), "te_all_gather": (*WHOLE_CASES, ALIGNED, WINDOW_512)}
+    for found in run_ranks(run_others, 2, ways, backend="nccl"):
+        assert len(found) == 7 and all(error < 1e-2 for errors in found.values() for error in errors), found

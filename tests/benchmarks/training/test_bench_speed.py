@@ -11,9 +11,9 @@ from benchmarks.training import bench_speed as bench
 
 
 def run(mask: str, provider: str, step_ms: float, tokens: int = 4096) -> bench.Run:
-    steps = [9 * step_ms, step_ms, step_ms, step_ms]
-    squares = [float((2 * tokens) ** 2 / 4)] * 4
-    return bench.Run(mask, tokens, provider, training=Training({4: 2.5}, {}, steps, squares, 1.0, 2.0, 0, 1.0))
+    steps = [9 * step_ms] * bench.WARM_UP + [step_ms] * 4
+    squares = [float((2 * tokens) ** 2 / 4)] * len(steps)
+    return bench.Run(mask, tokens, provider, training=Training({8: 2.5}, {}, steps, squares, 1.0, 2.0, 0, 1.0))
 
 
 @pytest.mark.parametrize(("mask", "share"), [("causal", 1.0), ("documents", 0.25)])
@@ -41,6 +41,13 @@ def test_magi_is_compared_with_the_best_of_tes_ways_for_the_same_mask_and_length
     assert table["causal", 4096, "te_a2a"][-1] == ""
 
 
+def test_what_ran_another_mask_is_not_compared() -> None:
+    runs = [run("window_sink", "te_p2p", 10.0), run("window_sink", "te_a2a", 30.0), run("window_sink", "magi", 20.0)]
+    table = {row[2]: row for row in bench.figures(runs)}
+    assert table["magi"][-1] == "1.500"
+    assert bench.figures([runs[0], runs[2]])[0][-1] == ""
+
+
 def test_captured_steps_are_compared_with_te_too_and_no_way_of_te() -> None:
     runs = [run("causal", "te_p2p", 30.0), run("causal", "magi", 20.0), run("causal", "magi_graph", 15.0)]
     table = {row[2]: row for row in bench.figures(runs)}
@@ -50,9 +57,23 @@ def test_captured_steps_are_compared_with_te_too_and_no_way_of_te() -> None:
     assert "--cp-comm-type" not in arguments
 
 
-def test_first_half_of_the_steps_is_not_timed() -> None:
-    row = bench.figures([run("causal", "magi", 20.0)])[0]
-    assert row[4:7] == ["20.0", "20.0", f"{1e3 * 4096 / 20:.0f}"]
+def test_steps_that_warm_up_are_not_timed_and_the_spread_is_shown() -> None:
+    timed = run("causal", "magi", 20.0)
+    row = bench.figures([timed])[0]
+    assert row[4:10] == ["20.0", "20.0", "20.0", "20.0", "4", f"{1e3 * 4096 / 20:.0f}"]
+    timed.training.step_ms[-4:] = [10.0, 20.0, 30.0, 40.0]
+    assert bench.figures([timed])[0][4:9] == ["25.0", "10.0", "17.5", "32.5", "4"]
+
+
+def test_every_step_is_in_a_table_of_its_own() -> None:
+    header, rows = bench.step_times([run("causal", "magi", 20.0), bench.Run("causal", 4096, "te_a2a", error="x")])
+    assert (len(header), header[-1]) == (11, "step_8_ms")
+    assert rows == [["causal", 4096, "magi", *["180.0"] * 4, *["20.0"] * 4]]
+
+
+def test_failed_run_has_as_many_cells_as_others() -> None:
+    failed = bench.Run("documents", 4096, "te_p2p", error="ValueError: no backend\n")
+    assert len(bench.figures([failed])[0]) == len(bench.HEADER) == len(bench.figures([run("causal", "magi", 1.0)])[0])
 
 
 def test_runs_may_name_their_own_number_of_steps() -> None:

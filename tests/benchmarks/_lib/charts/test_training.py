@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks._lib.charts import training as charts
 from benchmarks._lib.results import RESULTS
 
 
-def test_few_steps_are_compared_with_the_same_steps_of_magi() -> None:
-    ratios = charts.steps_like_magi(RESULTS / "current/training_speed_documents_2gpu.csv")
-    assert ratios["documents", "32768", "te_all_gather"] == pytest.approx((1111 + 639) / (870 + 557))
-    assert ratios["documents", "32768", "magi"] == 1
+def test_rates_follow_from_times() -> None:
+    row = {"tokens_per_gpu": "8192", "quarter_ms": "200.0"}
+    assert charts.by_time(row, "quarter_ms") == 40.96
+
+
+def test_measured_table_is_drawn(tmp_path) -> None:
+    charts.draw(RESULTS / "current/training_speed_h200_2gpu.csv", tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 20_000
