@@ -1,4 +1,4 @@
-"""Other implementations of attention over lists of latent keys that `bench_sparse` measures."""
+"""Implementations of attention over lists of latent keys that `bench_sparse` measures beside the Hopper kernel."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks._lib.providers import Unavailable, import_one
 from benchmarks._lib.sparse_cases import LATENT_SCALE, Case
+from megatron_magi.ops.latent_attention import latent_sparse_attention
 
 Pass = Callable[[], Tensor]
 _TILELANG = "megatron.core.transformer.experimental_attention_variant.ops.sparse_mla"
@@ -89,5 +90,18 @@ def tilelang(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, Pass]:
     return forward, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
 
 
-LATENT_PEERS = {"flash_mla": flash_mla, "cudnn_dsa": cudnn_dsa, "tilelang": tilelang}
+def triton(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, Pass]:
+    """This project's kernels in Triton."""
+    leaves = tuple(t.detach().requires_grad_() for t in (q, kv))
+    assert case.indices is not None
+    options = {"softmax_scale": LATENT_SCALE, "dim_v": case.dims[1], "impl": "triton"}
+    out, _ = latent_sparse_attention(*leaves, case.indices, **options)
+    dout = torch.randn_like(out)
+    return (
+        lambda: latent_sparse_attention(q, kv, case.indices, **options)[0],
+        lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0],
+    )
+
+
+LATENT_PEERS = {"triton": triton, "flash_mla": flash_mla, "cudnn_dsa": cudnn_dsa, "tilelang": tilelang}
 """By name: forward, and backward where there is one."""

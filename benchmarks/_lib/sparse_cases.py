@@ -180,16 +180,16 @@ def listed_keys(keys: int, topk: int | None) -> Case:
 
 
 def latent_keys(keys: int, heads: int, topk: int) -> Case:
-    """MLA with absorbed heads over lists of single keys, as in DeepSeek's sparse attention, by kernels in Triton."""
+    """MLA with absorbed heads over lists of single keys, as in DeepSeek's sparse attention."""
     stretch = keys // topk  # one key of each
     first = stretch * torch.arange(topk, device="cuda", dtype=torch.int32)
     indices = first + torch.randint(0, stretch, (LATENT_QUERIES, 1, topk), device="cuda", dtype=torch.int32)
 
     def attend(q, kv, **options):
-        return latent_sparse_attention(q, kv, indices, softmax_scale=LATENT_SCALE, impl="triton", **options)
+        return latent_sparse_attention(q, kv, indices, softmax_scale=LATENT_SCALE, impl="ffa", **options)
 
     name, shape = f"mla top {topk}", (LATENT_QUERIES, keys)
-    return Case(name, shape, (heads, 1), (1, 1), topk, attend, ours="triton", dims=LATENT_DIMS, indices=indices)
+    return Case(name, shape, (heads, 1), (1, 1), topk, attend, dims=LATENT_DIMS, indices=indices)
 
 
 def dense(tokens: int) -> Case:

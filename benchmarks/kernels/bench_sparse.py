@@ -1,7 +1,7 @@
 """Sparse attention on one Hopper GPU: rates of the visible pairs, forward and backward, compared with peers and dense.
 
     python -m benchmarks.kernels.bench_sparse [--csv FILE] [--only PREFIX ...] [--min-tokens N] [--max-tokens N]
-        [--seconds S] [--peers flex flashinfer flash_mla]
+        [--seconds S] [--forward-only] [--peers flex flashinfer triton flash_mla]
     python -m benchmarks.kernels.bench_sparse --draw CSV ...
 
 bf16, head_dim 128 (``mla``: 576, values 512). A backward counts five products, 2.5 times those of its forward (``mla``:
@@ -11,7 +11,8 @@ tokens, one mask for all heads, 64:8, as ranges for `flex_flash_attn_func`. ``vi
 tiles of 128 tokens or as ranges, 24:24 heads. ``blocks`` and ``index``: one query of 128 heads and one key head for
 each 64 keys, which sees an eighth of all keys (or ``top`` so many) at random, listed in rising order. ``top 64``:
 blocks of 64 (or 128) queries of 7:7 heads see 64 blocks of 64 keys each. ``mla top``: 4,096 queries of 64 or 128 latent
-heads see so many single keys at random, listed in rising order; by the kernels in Triton. ``dense``: `slice_attention`
+heads see so many single keys at random, listed in rising order; the
+backward of ``ffa`` is that of the kernels in Triton. ``dense``: `slice_attention`
 of everything, 64:8 heads. ``plan_us``: what a new mask costs on the device; masks as ranges are planned on the host,
 once, which is not in the times. A peer's results are compared with ours before it is timed; one that is not installed,
 or does not take a case, is said so.
@@ -40,7 +41,7 @@ HEADER = (
 MOST_ERROR = 0.02  # of a peer's output, relative to ours
 
 
-def measure(case: Case, seconds: float, peers: list[str]) -> list[list]:
+def measure(case: Case, seconds: float, peers: list[str], forward_only: bool = False) -> list[list]:
     """Rows of the table, one a provider; what failed is its error."""
 
     leaves = [torch.randn(s, device="cuda", dtype=torch.bfloat16).requires_grad_() for s in case.shapes]
@@ -73,6 +74,8 @@ def measure(case: Case, seconds: float, peers: list[str]) -> list[list]:
             failed[name] = error
             continue
         calls |= {f"{name} {which}": call for which, call in zip(("forward", "backward"), passes, strict=True) if call}
+    if forward_only:
+        calls = {name: call for name, call in calls.items() if name.endswith(" forward")}
     times, _ = time_together(calls, seconds)
     return [
         _row(case, name, times, failed.get(name, "")) for name in (case.ours, *peers) if _is_known(name, times, failed)
@@ -117,6 +120,7 @@ def main() -> None:
     parser.add_argument("--min-tokens", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=524288)
     parser.add_argument("--seconds", type=float, default=0.3, help="of a case")
+    parser.add_argument("--forward-only", action="store_true", help="no backwards, no planning")
     parser.add_argument("--peers", nargs="*", default=[], choices=[*PEERS, *LATENT_PEERS])
     parser.add_argument("--draw", nargs="+", metavar="CSV", help="only draw charts, in the folder of the first")
     args = parser.parse_args()
@@ -129,7 +133,7 @@ def main() -> None:
     rows: list[list] = []
     print(*HEADER, sep=",")
     for case in cases(args.only, args.min_tokens, args.max_tokens):
-        for row in measure(case, args.seconds, args.peers):
+        for row in measure(case, args.seconds, args.peers, args.forward_only):
             rows.append(row)
             print(*row, sep=",", flush=True)
         if args.csv:

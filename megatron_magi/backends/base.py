@@ -64,6 +64,7 @@ class Backend(ABC):
         takes_out: the backward takes the output of the forward over all keys and sinks, in the dtype of q, as ``out``,
             and then needs no delta.
         tables, programs, capture, sparse, latent: what else it offers, see the module.
+        latent_forward: the forward of `Latent` without a backward, which another backend then computes.
     """
 
     name: ClassVar[str]
@@ -74,6 +75,7 @@ class Backend(ABC):
     capture: ClassVar[Capture | None] = None
     sparse: ClassVar[Sparse | None] = None
     latent: ClassVar[Latent | None] = None
+    latent_forward: ClassVar[LatentForward | None] = None
 
     @abstractmethod
     def why_not(
@@ -552,8 +554,10 @@ class Sparse(Protocol):
         """dq, dk and dv; lse and delta of ``inputs`` are those of the forward over the same pattern."""
 
 
-class Latent(Protocol):
-    """Attention over lists of single keys whose first elements are the values: ``v`` of inputs is a slice of ``k``."""
+class LatentForward(Protocol):
+    """Attention over lists of single keys whose first elements are the values: ``v`` of inputs is a slice of ``k``. Not
+    called without rows or keys.
+    """
 
     def why_not(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
         """As `Backend.why_not`."""
@@ -562,6 +566,10 @@ class Latent(Protocol):
         self, inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """As `Sparse.forward`."""
+
+
+class Latent(LatentForward, Protocol):
+    """The same with a backward."""
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         """As `Backend.row_delta`."""

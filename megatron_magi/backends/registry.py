@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_magi.backends.base import Backend, Kernels, Latent, Sparse
+from megatron_magi.backends.base import Backend, Kernels, Latent, LatentForward, Sparse
 from megatron_magi.backends.blocked.backend import Blocked
 from megatron_magi.backends.cudnn.backend import Cudnn
 from megatron_magi.backends.reference.backend import Reference
@@ -28,11 +28,32 @@ BACKENDS: dict[str, Backend] = {
 SPARSE: dict[str, Sparse] = {name: backend.sparse for name, backend in BACKENDS.items() if backend.sparse is not None}
 """Attention over lists of keys, likewise."""
 
-LATENT: dict[str, Latent] = {name: backend.latent for name, backend in BACKENDS.items() if backend.latent is not None}
-"""Attention over lists of latent keys, likewise."""
+
+class ForwardOf:
+    """Attention over lists of latent keys by two backends: one that has a forward alone, and another one's backward."""
+
+    def __init__(self, first: LatentForward, second: Latent) -> None:
+        self._first, self._second = first, second
+        self.forward, self.row_delta, self.backward = first.forward, second.row_delta, second.backward
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
+        return self._first.why_not(device, dtype, dims) or self._second.why_not(device, dtype, dims)
+
+
+def _latent() -> dict[str, Latent]:
+    found = {name: backend.latent for name, backend in BACKENDS.items() if backend.latent is not None}
+    forwards = {name: backend.latent_forward for name, backend in BACKENDS.items() if backend.latent_forward}
+    return found | {name: ForwardOf(forward, found["triton"]) for name, forward in forwards.items()}
+
+
+LATENT: dict[str, Latent] = _latent()
+"""Attention over lists of latent keys, likewise. A backend without a backward has that of the kernels in Triton."""
 
 _FASTEST_SPARSE = ("ffa",)
 """The same for lists of keys. Kernels in Triton are taken by name alone: they have not been run on a GPU."""
+
+_FASTEST_LATENT = ("triton",)
+"""The same for lists of latent keys. The Hopper kernel is taken by name alone: it has not been timed beside these."""
 
 _FASTEST = ("ffa", "cudnn", "triton")
 """Where ``auto`` looks on a GPU, in this order: the first that takes the call. Which GPUs a backend serves is its own
@@ -177,20 +198,23 @@ def _warn_sparse_once(device: torch.device, dtype: torch.dtype, dims: tuple[int,
     logger.warning("sparse attention falls back to the dense definition: %s", reasons)
 
 
-def choose_latent(impl: str, device: torch.device) -> Latent:
-    """`choose` of attention over lists of latent keys; ``auto`` is the reference: no kernels have run on a GPU yet."""
-    if impl == "auto" and device.type == "cuda":
-        _warn_latent_once()
-    return LATENT["reference" if impl == "auto" else impl]
+def choose_latent(impl: str, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> Latent:
+    """`choose` of attention over lists of latent keys; its slowest is the reference."""
+    if impl != "auto":
+        return LATENT[impl]
+    if device.type != "cuda":
+        return LATENT["reference"]
+    known = (LATENT[name] for name in _FASTEST_LATENT)
+    found = next((latent for latent in known if latent.why_not(device, dtype, dims) is None), None)
+    if found is None:
+        _warn_latent_once(device, dtype, dims)
+    return found or LATENT["reference"]
 
 
 @cache
-def _warn_latent_once() -> None:
-    others = " and ".join(repr(name) for name in LATENT if name != "reference")
-    logger.warning(
-        "attention over lists of latent keys is computed by the definition, which is slow; kernels are taken by name "
-        "alone, as they have not been run on a GPU yet: impl %s", others or "(none)"
-    )  # fmt: skip
+def _warn_latent_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    reasons = "; ".join(str(LATENT[name].why_not(device, dtype, dims)) for name in _FASTEST_LATENT)
+    logger.warning("attention over lists of latent keys falls back to the definition, which is slow: %s", reasons)
 
 
 def common_kernels() -> Kernels:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.base import Latent
 from megatron_magi.backends.registry import LATENT, choose_latent
 from megatron_magi.checks import int_at_least
 from megatron_magi.operands.finite import require_finite
@@ -58,9 +59,10 @@ def latent_sparse_attention(
             kv, up to 1 GiB at a time, instead of adding it atomically; the definition always repeats.
         sanity_check: look for NaN and inf in q, kv, the sink (NaN alone) and the gradient of the output, and for
             indices that are wrong: a pass over memory and a wait for the device each.
-        impl: ``auto``, ``reference`` (the listed keys of some queries at a time) or ``triton`` (head_dim up to 576,
-            with dim_v up to 512 and up to 64 elements behind; it has not run on a GPU yet and is taken by name alone);
-            one that is named never falls back.
+        impl: ``auto``, ``reference`` (the listed keys of some queries at a time), ``triton`` (head_dim up to 576, with
+            dim_v up to 512 and up to 64 elements behind; ``auto`` on GPUs) or ``ffa`` (fp16 and bf16, head_dim 576 and
+            dim_v 512: a Hopper kernel in the forward, with the backward of ``triton``; by name alone); one that is
+            named never falls back.
 
     Returns:
         ``(out, meta)``: out ``[num_tokens_q, num_heads_q, dim_v]`` in the dtype of q; ``meta.lse`` ``[num_tokens_q,
@@ -105,6 +107,12 @@ def _check_tensors(q: Tensor, kv: Tensor, dim_v: int) -> int:
     return int(dim_v)
 
 
+def _implementation(impl: str, q: Tensor, kv: Tensor, dim_v: int) -> Latent:
+    if q.shape[0] and kv.shape[0]:
+        return choose_latent(impl, q.device, q.dtype, (q.shape[2], dim_v))
+    return LATENT["reference"]
+
+
 # Two operators, for torch.compile and for autograd. max_logits and dsink are empty if not requested, as operators
 # cannot return None. ``entries``: int [lists, num_tokens_q, topk].
 _OPTIONS = "float softmax_scale, bool deterministic, bool sanity_check, str impl"
@@ -124,7 +132,8 @@ def _forward_operator(q, kv, sink, entries, dim_v, return_max_logits, softmax_sc
     scale = make_options(q, softmax_scale, 0.0, deterministic, 0).softmax_scale  # compiled functions check it here
     with torch.autocast(q.device.type, enabled=False):
         inputs = ForwardInputs(q, kv, kv[..., :dim_v], None if sink is None else sink_lse(sink, dtype))
-        out, lse, max_logits = choose_latent(impl, q.device).forward(inputs, pattern, scale, return_max_logits)
+        kernels = _implementation(impl, q, kv, dim_v)
+        out, lse, max_logits = kernels.forward(inputs, pattern, scale, return_max_logits)
     # Compiled graphs rely on the strides that the operators' fakes have.
     return out.contiguous(), lse.contiguous(), lse.new_empty(0) if max_logits is None else max_logits
 
@@ -147,7 +156,7 @@ def _backward_operator(dout, q, kv, sink, out, lse, entries, dim_v, softmax_scal
         require_finite({"dout": dout}, describe_row)
     deterministic = make_options(q, softmax_scale, 0.0, deterministic, 0).deterministic
     with torch.autocast(q.device.type, enabled=False):
-        kernels = choose_latent(impl, q.device)
+        kernels = _implementation(impl, q, kv, dim_v)
         delta = kernels.row_delta(dout, out)
         inputs = BackwardInputs(q, kv, kv[..., :dim_v], dout, lse, delta)
         dq, dkv = kernels.backward(inputs, SparsePattern((entries,), 1, 1, False), softmax_scale, deterministic)

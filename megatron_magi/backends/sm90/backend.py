@@ -6,8 +6,17 @@ from typing import ClassVar
 
 import torch
 
-from megatron_magi.backends.base import Backend, Capture, HostTables, Kernels, ModelKind, Programs, Sparse
-from megatron_magi.backends.sm90 import attention, host_tables, mask_numbers, program, sparse, support
+from megatron_magi.backends.base import (
+    Backend,
+    Capture,
+    HostTables,
+    Kernels,
+    LatentForward,
+    ModelKind,
+    Programs,
+    Sparse,
+)
+from megatron_magi.backends.sm90 import attention, host_tables, latent, mask_numbers, program, sparse, support
 from megatron_magi.backends.sm90 import kernels as sm90_kernels
 from megatron_magi.backends.sm90.changing_mask import StaticMask, StaticMemory
 from megatron_magi.backends.sm90.kernel_list import needed_kernels
@@ -39,6 +48,7 @@ class Sm90(Backend):
     programs: ClassVar[Programs | None] = _Programs()
     capture: ClassVar[Capture | None] = _Capture()
     sparse: ClassVar[Sparse | None] = sparse
+    latent_forward: ClassVar[LatentForward | None] = latent
 
     forward = staticmethod(attention.forward)
     backward = staticmethod(attention.backward)

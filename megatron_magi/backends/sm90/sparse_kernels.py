@@ -17,6 +17,7 @@ from megatron_magi.cuda.params import struct
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 DIMS = ((64, 64), (128, 128))
+LATENT_DIMS = (576, 512)
 PIECE = 64
 """Places (queries times heads) of a warpgroup; keys of a step of the backward, and of a box of keys."""
 BEHIND_ALL = 1 << 30
@@ -61,6 +62,13 @@ def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int, k_b
     shared += 3072  # row statistics, barriers
     defines = f"HEAD_DIM={dim}", f"K_BLOCK={k_block}", f"ADD_DQ={int(adds_dq)}", element(dtype)
     return _load(device, "sparse_backward_keys", defines, 384, shared)
+
+
+def latent_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """Forward over lists of latent keys."""
+    # q, two buffers of keys, P; row statistics and barriers
+    shared = 2 * PIECE * (3 * LATENT_DIMS[0] + PIECE) + 2048
+    return _load(device, "latent_forward", (element(dtype),), 384, shared)
 
 
 def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ()) -> Kernel:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from megatron_magi.backends import registry
+from megatron_magi.backends.sm90 import latent as latent_hopper
 from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.backends.sm90 import sparse_backward, sparse_kernels, sparse_lists, support, tuning
 from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.cuda.driver import Kernel
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
+from megatron_magi.ops.latent_attention import latent_sparse_attention
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from tests.backends.sm90.fake_driver import fake_driver
 
@@ -65,6 +67,23 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     out, _ = index_sparse_attention(*inputs, torch.zeros(100, 1, 3, dtype=torch.int64), impl="ffa")
     out.sum().backward()
     assert launched == ["sparse_forward", "sparse_backward", "sparse_postprocess"]
+
+
+def test_latent_keys_queue_one_kernel_of_all_query_heads(launched, monkeypatch):
+    for name, value in (("current_stream", 0), ("sm_count", 132)):
+        monkeypatch.setattr(latent_hopper, name, lambda _device, value=value: value)
+    for heads, parts in (((64, 1), 1), ((128, 1), 2), ((80, 2), 1), ((130, 1), 3)):
+        q, kv = torch.zeros(90, heads[0], 576, dtype=torch.bfloat16), torch.zeros(300, heads[1], 576).bfloat16()
+        indices = torch.zeros(90, 1, 70, dtype=torch.int64)
+        out, meta = latent_sparse_attention(q, kv, indices, softmax_scale=0.5, return_max_logits=True, impl="ffa")
+        assert out.shape == (90, heads[0], 512) and meta.lse.shape == out.shape[:2]
+        assert meta.max_logits.shape == heads[:1]
+        params = launched.params["latent_forward"]
+        assert (params.num_items, params.parts, params.group) == (90 * heads[1] * parts, parts, heads[0] // heads[1])
+        assert (params.entry_row, params.entry_list, params.topk, params.num_keys) == (70, 0, 70, 300)
+    assert launched == ["latent_forward"] * 4
+    with pytest.raises(ValueError, match=r"^kv: latent impl 'ffa' takes head_dim 576 with dim_v 512, got 576 and 500"):
+        latent_sparse_attention(q, kv, indices, softmax_scale=0.5, dim_v=500, impl="ffa")
 
 
 def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(launched, monkeypatch):

@@ -1,0 +1,86 @@
+"""Attention over lists of latent keys on Hopper GPUs: the kernel ``csrc/attention/sm90/latent_forward.cu``.
+
+Takes fp16 and bf16 with the dims of MLA, 576 and 512, and any number of query heads; the best are multiples of 64 for
+each key head. There is no backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_magi.backends.sm90.kernels import params as params_of
+from megatron_magi.backends.sm90.sparse_kernels import LATENT_DIMS, latent_kernel, readable
+from megatron_magi.backends.sm90.sparse_lists import lists_of
+from megatron_magi.backends.sm90.support import LOG2_E, kernels_exist, sm_count
+from megatron_magi.backends.sm90.support import why_not as why_no_kernels
+from megatron_magi.cuda.launch import Launch, prepared
+from megatron_magi.cuda.streams import current_stream
+from megatron_magi.operands.passes import ForwardInputs
+from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
+
+_ANY_DIMS = (64, 64)
+_HEADS = 64
+"""Query heads of a tile."""
+
+
+def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
+    """See `megatron_magi.backends.base.LatentForward`."""
+    if not kernels_exist(device, dtype, _ANY_DIMS):
+        return why_no_kernels(device, dtype, _ANY_DIMS, "'triton' or 'reference'")
+    if dims != LATENT_DIMS:
+        known = "{} with dim_v {}".format(*LATENT_DIMS)
+        return f"kv: latent impl 'ffa' takes head_dim {known}, got {dims[0]} and {dims[1]}; use 'triton'"
+    return None
+
+
+def forward(
+    inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``(out, lse, max_logits)`` of checked arguments; see `megatron_magi.backends.base.LatentForward`.
+
+    Raises:
+        ValueError: the device, dtype or head dims are not supported.
+    """
+    q, kv, v, sink_lse = inputs
+    if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
+        raise ValueError(reason)
+    num_rows, num_heads, _ = q.shape
+    out = torch.empty((num_rows, num_heads, v.shape[2]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
+    max_logits = lse.new_full((num_heads,), -torch.inf) if return_max_logits else None
+    if sink_lse is not None:
+        sink_lse = sink_lse.expand(num_rows, num_heads)
+    q, kv = readable(q), readable(kv)
+    entries = lists_of(pattern).entries
+
+    def make() -> Launch:
+        group = num_heads // kv.shape[1]
+        parts = num_blocks(group, _HEADS)
+        num_items = num_rows * kv.shape[1] * parts
+        params = params_of("latent_forward")(
+            entry_row=entries.stride(1), entry_list=entries.stride(0) if pattern.num_lists > 1 else 0,
+            kv_row=kv.stride(0), kv_head=kv.stride(1), out_row=out.stride(0), out_head=out.stride(1),
+            lse_row=lse.stride(0), lse_head=lse.stride(1), topk=entries.shape[2], num_keys=kv.shape[0],
+            num_items=num_items, heads_kv=kv.shape[1], group=group, parts=parts,
+            scale_log2=softmax_scale * LOG2_E, logit_scale=softmax_scale,
+        )  # fmt: skip
+        if sink_lse is not None:
+            params.sink_row, params.sink_head = sink_lse.stride()
+        grid = min(num_items, sm_count(q.device))
+        return Launch(latent_kernel(q.device, q.dtype), grid, params, ((q, 1, _HEADS),))
+
+    key = (
+        "latent_forward", q.device, q.dtype, softmax_scale, pattern.num_lists, q.shape, q.stride(), kv.shape,
+        kv.stride(), entries.shape, entries.stride(), None if sink_lse is None else sink_lse.stride(),
+    )  # fmt: skip
+    launch = prepared(key, make)
+    with launch.lock:
+        launch.point_maps(q.data_ptr())
+        params = launch.params
+        params.kv, params.entries = kv.data_ptr(), entries.data_ptr()
+        params.out, params.lse = out.data_ptr(), lse.data_ptr()
+        params.sink_lse = 0 if sink_lse is None else sink_lse.data_ptr()
+        params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
+        launch.fire(current_stream(q.device))
+    return out, lse, max_logits

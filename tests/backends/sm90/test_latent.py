@@ -1,0 +1,149 @@
+"""The Hopper kernel of attention over lists of latent keys against fp64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from megatron_magi.ops.latent_attention import latent_sparse_attention
+from megatron_magi.testing.error_budget import assert_within_budget
+from tests.backends.triton.test_latent_gpu import SCALE, random_lists, tensors
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+DIM, DIM_V = 576, 512
+
+
+def plain_attention(q, kv, indices, sink, scale):
+    """Out by torch operations, with logits in fp32 and p in the dtype of q."""
+    num_keys, heads_kv, _ = kv.shape
+    lists = indices.transpose(0, 1).expand(heads_kv, -1, -1).long()
+    hidden = ((lists < 0) | (lists >= num_keys))[:, :, None]
+    keys = kv.transpose(0, 1)[torch.arange(heads_kv, device="cuda")[:, None, None], lists.clamp(0, num_keys - 1)]
+    query = q.unflatten(1, (heads_kv, -1)).transpose(0, 1)
+    logits = (query.float() @ keys.float().transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
+    sinks = torch.full((1, q.shape[1]), -1e4, device="cuda") if sink is None else sink
+    sinks = sinks.view(len(sinks), heads_kv, 1, -1).permute(1, 2, 3, 0).expand(*logits.shape[:3], -1)
+    p = torch.softmax(torch.cat([logits, sinks], -1), -1)[..., : lists.shape[2]]
+    return (p.to(q.dtype) @ keys[..., :DIM_V]).transpose(0, 1).flatten(1, 2)
+
+
+def check(q, kv, indices, sink=None, scale=SCALE):
+    """Compares out, lse and largest logits of the kernel; returns them."""
+    options = {"softmax_scale": scale, "dim_v": DIM_V, "return_max_logits": True}
+    q, kv = q.detach(), kv.detach()
+    out, meta = latent_sparse_attention(q, kv, indices, sink=sink, impl="ffa", **options)
+    wide = [None if x is None else x.double() for x in (q, kv, sink)]
+    exact, exact_meta = latent_sparse_attention(*wide[:2], indices, sink=wide[2], impl="reference", **options)
+    assert_within_budget("out", out, plain_attention(q, kv, indices, sink, scale), exact, elementwise=False)
+    torch.testing.assert_close(meta.lse.double(), exact_meta.lse, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(meta.max_logits.double(), exact_meta.max_logits, atol=1e-3, rtol=1e-3)
+    return out, meta.lse, meta.max_logits
+
+
+@pytest.mark.parametrize(
+    "heads, topk, dtype, has_sink",
+    [
+        ((128, 1), 2048, torch.bfloat16, False),
+        ((64, 1), 512, torch.bfloat16, True),
+        ((64, 1), 64, torch.float16, False),
+        ((16, 1), 100, torch.float16, True),
+        ((80, 1), 130, torch.bfloat16, True),
+        ((40, 2), 1, torch.bfloat16, False),
+        ((1, 1), 63, torch.bfloat16, True),
+    ],
+    ids=str,
+)
+def test_the_kernel_matches_fp64(heads, topk, dtype, has_sink):
+    q, kv = tensors(150, 3000, heads, DIM, dtype)
+    sink = torch.randn(2, heads[0], device="cuda") if has_sink else None
+    check(q, kv, random_lists(150, 3000, topk, heads[1]), sink)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_cases_match_fp64(seed):
+    """Of more items than streaming multiprocessors, whose lists have from 0 to 9 blocks of keys."""
+    draw = random.Random(seed)
+    heads = draw.choice([(64, 1), (128, 1), (64, 2), (96, 1), (8, 1), (130, 2)])
+    num_rows, num_keys = draw.choice([(1, 1), (300, 50), (400, 700), (700, 2000)]), draw.randint(1, 600)
+    num_rows, num_keys = num_rows[0], max(num_keys, num_rows[1])
+    dtype = draw.choice([torch.bfloat16, torch.float16])
+    q, kv = tensors(num_rows, num_keys, heads, DIM, dtype)
+    indices = random_lists(num_rows, num_keys, draw.randint(1, 560), draw.choice([1, heads[1]]))
+    if draw.random() < 0.5:
+        indices = indices.long()
+    if draw.random() < 0.5:  # numbers behind the last key are passed over
+        indices = indices.where(torch.rand(indices.shape, device="cuda") < 0.8, num_keys + 5)
+    sink = torch.randn(1, heads[0], device="cuda") if draw.random() < 0.5 else None
+    check(q, kv, indices, sink, draw.choice([SCALE, 0.3]))
+
+
+def test_logits_that_grow_along_a_list_raise_the_references_of_both_warpgroups():
+    """Blocks of 64 keys, of which each, every second, or the first has the largest logits so far."""
+    q, kv = (x.detach() for x in tensors(200, 1024, (64, 1), DIM, torch.bfloat16))
+    q = q.abs()
+    kv = kv.abs() * torch.linspace(0.01, 2, 1024, device="cuda", dtype=torch.bfloat16)[:, None, None]
+    rising = torch.arange(1024, device="cuda").expand(200, 1, -1).clone()
+    rising[50:100] = rising[50:100].flip(-1)
+    rising[100:150] = rising[100:150].view(50, 1, 8, 2, 64).flip(3).reshape(50, 1, -1)
+    rising[150:] = rising[150:, :, torch.randperm(1024, device="cuda")]
+    check(q, kv, rising, scale=0.5)
+
+
+@pytest.mark.parametrize("topk", [0, 3, 70])
+def test_queries_that_see_nothing_get_zero_or_the_sink(topk):
+    q, kv = (x.detach() for x in tensors(140, 30, (64, 1), DIM, torch.bfloat16))
+    indices = torch.full((140, 1, topk), -1, device="cuda")
+    for sink in (None, torch.randn(1, 64, device="cuda")):
+        out, lse, max_logits = check(q, kv, indices, sink)
+        assert not out.any() and bool((max_logits == -torch.inf).all())
+        assert torch.equal(lse, torch.full_like(lse, -torch.inf) if sink is None else sink.expand_as(lse))
+
+
+def test_any_strides_are_read():
+    q, kv = (x.detach() for x in tensors(150, 400, (64, 2), DIM, torch.bfloat16))
+    wide_q = torch.empty(64, 150, 640, dtype=q.dtype, device="cuda")[..., 32 : 32 + DIM].transpose(0, 1)
+    wide_kv = torch.empty(400, 3, 600, dtype=q.dtype, device="cuda")[:, 1:, :DIM]
+    odd_kv = torch.empty(400, 2, 579, dtype=q.dtype, device="cuda")[..., 1:577]  # has to be copied
+    for x, from_ in ((wide_q, q), (wide_kv, kv), (odd_kv, kv)):
+        x.copy_(from_)
+    indices = random_lists(150, 400, 130, 2)
+    every_second = indices.repeat_interleave(2, -1)[..., ::2]
+    want = check(q, kv, indices)[:2]
+    for other in ((wide_q, wide_kv, every_second), (q, odd_kv, indices)):
+        for a, b in zip(want, check(*other)[:2], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_gradients_are_those_of_the_kernels_in_triton():
+    q, kv = tensors(150, 700, (64, 1), DIM, torch.bfloat16)
+    indices, sink = random_lists(150, 700, 200, 1), torch.randn(1, 64, device="cuda").requires_grad_()
+    found = []
+    for impl in ("ffa", "triton"):
+        out, _ = latent_sparse_attention(q, kv, indices, softmax_scale=SCALE, sink=sink, deterministic=True, impl=impl)
+        grads = torch.autograd.grad(out, (q, kv, sink), torch.ones_like(out))
+        found.append((out.detach(), *grads))
+    for got, like in zip(*found, strict=True):
+        assert float((got.float() - like.float()).norm() / like.float().norm()) < 2**-7
+
+
+def test_captured_graphs_read_new_lists_and_results_repeat():
+    q, kv = (x.detach() for x in tensors(300, 500, (128, 1), DIM, torch.bfloat16))
+    indices = random_lists(300, 500, 300, 1)
+
+    def step():
+        return latent_sparse_attention(q, kv, indices, softmax_scale=SCALE, impl="ffa")[0]
+
+    step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    indices.copy_(indices.roll(7, 0))
+    graph.replay()
+    assert all(torch.equal(captured, step()) for _ in range(5))
