@@ -111,12 +111,11 @@ class Bench:
 
     Args:
         data: prefix of the data set.
-        out: folder of the results.
         options: the command line.
     """
 
-    def __init__(self, data: Path, out: Path, options: argparse.Namespace) -> None:
-        self.data, self.out, self.options = data, out, options
+    def __init__(self, data: Path, options: argparse.Namespace) -> None:
+        self.data, self.options = data, options
         self.session = TrainingSession(keeps_groups=True)
         self.failures: list[str] = []
 
@@ -138,6 +137,9 @@ class Bench:
             self.failures.append(f"{name}: {error.splitlines()[-1]}")
             return None
         assert training is not None
+        if os.environ["RANK"] == "0":
+            steps = " ".join(f"{ms:.1f}" for ms in training.step_ms)
+            print(f"{name}: set up in {training.setup_s:.1f} s, milliseconds of steps {steps}", flush=True)
         training.losses = next((losses for losses, _ in reversed(found) if losses), {})
         return training
 
@@ -152,7 +154,7 @@ class Bench:
                 for one in pair:
                     args = [*kind.args("times", one.hybrid), "--num-workers", "2", "--lr", "1e-4", *MAGI]
                     training = self.train(
-                        f"times {kind}", args, one.hybrid,
+                        f"times {kind} {'hybrid' if one.hybrid else 'gpt'}", args, one.hybrid,
                         seq_length=options.tokens * world_size(), train_iters=WARM_UP + options.steps,
                         global_batch_size=1, context_parallel_size=world_size(),
                     )  # fmt: skip
@@ -199,7 +201,7 @@ class Bench:
 
     def weights(self, kind: Kind) -> Path:
         """A GPT's checkpoint. Local layers read one of Transformer Engine's, which has states that theirs have not."""
-        folder = self.out / f"weights_{'experts' if 'E' in kind.pattern else 'dense'}"
+        folder = self.options.work / f"weights_{'experts' if 'E' in kind.pattern else 'dense'}"
         if not folder.exists():
             asked = {one.layers for one in self.options.losses if one.pattern == kind.pattern}
             args = Kind(kind.pattern, "te" if "te" in asked else "local", "fp32").args("losses", False)
@@ -213,7 +215,7 @@ class Bench:
     def report(self, part: str, header: Sequence[str], rows: Sequence[Sequence]) -> None:
         """Renews a table after each kind, so that what was measured outlives a run that hangs."""
         if os.environ["RANK"] == "0":
-            write_csv(self.out / f"hybrid_{part}_{world_size()}gpu.csv", header, rows)
+            write_csv(self.options.out / f"hybrid_{part}_{world_size()}gpu.csv", header, rows)
             for row in rows:
                 print("  ".join(f"{h}={v}" for h, v in zip(header, row, strict=True) if v != ""), flush=True)
 
@@ -255,6 +257,7 @@ def main() -> None:
     """Runs what is asked for; exits non-zero if a run fails or leaves its budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--work", type=Path, help="folder of the data set and of checkpoints; in --out if not given")
     parser.add_argument("--times", type=parse_kind, nargs="*", metavar="KIND", default=[])
     parser.add_argument("--losses", type=parse_kind, nargs="*", metavar="KIND", default=[])
     parser.add_argument("--tokens", type=int, default=8192, help="of a sequence a rank, for --times")
@@ -267,11 +270,12 @@ def main() -> None:
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    out = options.out.resolve()
+    options.out, options.work = options.out.resolve(), (options.work or options.out / "work").resolve()
     if os.environ["RANK"] == "0":
-        build_corpus(out / "data", max_document_bytes=1 << 16, vocab_size=257)
+        options.out.mkdir(parents=True, exist_ok=True)
+        build_corpus(options.work / "data", max_document_bytes=1 << 16, vocab_size=257)
     torch.distributed.barrier()
-    bench = Bench(build_corpus(out / "data", max_document_bytes=1 << 16, vocab_size=257).prefix, out, options)
+    bench = Bench(build_corpus(options.work / "data", max_document_bytes=1 << 16, vocab_size=257).prefix, options)
     bench.times()
     bench.losses()
     failures = [*bench.failures, *bench.exceeded]

@@ -47,7 +47,7 @@ def test_figures_are_of_steps_after_the_first_ones_and_compare_losses_with_the_g
     turns = [bench.Training({1: 5.0, 2: 4.0}, step_ms=[*warm_up, 10.0, 11.0, 12.0])] * 2
     gpt = bench.Times(kind, False, turns)
     hybrid = bench.Times(kind, True, [bench.Training({1: 5.0, 2: 4.04}, step_ms=[*warm_up, 12.0, 13.0, 14.0])])
-    made = bench.Bench(Path(), Path(), argparse.Namespace(tokens=64))
+    made = bench.Bench(Path(), argparse.Namespace(tokens=64))
     row = dict(zip(bench.TIMES_HEADER, made.times_row(hybrid, [gpt, hybrid]), strict=True))
     got = [row[name] for name in ("model", "median_ms", "steps", "difference_of_losses")]
     assert got == ["hybrid", "13.00", 3, "1.0e-02"]
