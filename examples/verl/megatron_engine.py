@@ -3,7 +3,7 @@
     actor_rollout_ref.model.external_lib=megatron_engine     # this folder on PYTHONPATH
 
 Only rollouts in the same microbatch share a prompt: ``use_dynamic_bsz=False``, and
-``ppo_micro_batch_size_per_gpu`` a multiple of ``rollout.n``. Written against verl at commit b178a3cd5.
+``ppo_micro_batch_size_per_gpu`` a multiple of ``rollout.n``. Tested with verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -48,9 +48,13 @@ class MagiMegatronEngine(MegatronEngineWithLMHead):
         self._dispatcher = make_dispatcher(_magi_model(self.module[0]).config)
 
     def forward_step(
-        self, batch_iter: Iterator[Any], model: torch.nn.Module, postprocess_micro_batch_func: Callable
+        self,
+        batch_iter: Iterator[Any],
+        model: torch.nn.Module,
+        logits_processor_func: Callable | None = None,
+        postprocess_micro_batch_func: Callable | None = None,
     ) -> tuple[Any, Callable]:
-        """As Megatron's schedules call it."""
+        """As Megatron's schedules call it; ``logits_processor_func`` is for distillation, which `tree_of` refuses."""
         batch = next(batch_iter)
         if torch.cuda.is_available():
             batch = batch.to(torch.cuda.current_device())
