@@ -79,7 +79,8 @@ class Kind:
     def args(self, part: str, hybrid: bool) -> list[str]:
         """Megatron's arguments of the model."""
         pattern = ("--hybrid-layer-pattern", self.pattern * BLOCKS[part]) if hybrid else ()
-        grouped = ("--moe-grouped-gemm",) if part == "times" and "E" in self.pattern and self.layers == "te" else ()
+        # Megatron's hybrid models have no other experts with Transformer Engine.
+        grouped = ("--moe-grouped-gemm",) if "E" in self.pattern and self.layers == "te" else ()
         return [*SIZES[part], *PATTERNS[self.pattern], *grouped, *LAYERS[self.layers], *DTYPES[self.dtype], *pattern]
 
 
