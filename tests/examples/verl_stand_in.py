@@ -1,6 +1,6 @@
 """verl's engines as far as an engine of one's own sees them: names, arguments, and the order of calls.
 
-As at verl's commit b178a3cd5: `EngineRegistry`, `MegatronEngineWithLMHead`, microbatches that
+As in verl 0.9.1: `EngineRegistry`, `MegatronEngineWithLMHead`, microbatches that
 are dictionaries of jagged tensors, losses that are called with ``model_output``, ``data`` and ``dp_group``.
 """
 
@@ -50,7 +50,9 @@ class MegatronEngineWithLMHead:
             micro_batch["num_micro_batch"] = len(data)
         own = {"forward_only": forward_only, "loss_function": loss_function}
         step = partial(
-            self.forward_step, postprocess_micro_batch_func=partial(self.postprocess_micro_batch_func, **own)
+            self.forward_step,
+            logits_processor_func=loss_function,
+            postprocess_micro_batch_func=partial(self.postprocess_micro_batch_func, **own),
         )
         return get_forward_backward_func()(
             forward_step_func=step,
