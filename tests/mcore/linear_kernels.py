@@ -134,12 +134,17 @@ def tune_less() -> None:
 def install() -> None:
     """Puts the definitions into Megatron's modules of linear layers."""
     from megatron.core.ssm import mamba_mixer
-    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    from megatron_magi.mcore.versions import found_version, release
 
     mamba_mixer.HAVE_MAMBA_SSM = True
     mamba_mixer.ExtendedRMSNorm = mamba_mixer.RMSNormGated = GatedNorm
     mamba_mixer.mamba_split_conv1d_scan_combined = mamba_split_conv1d_scan_combined
     mamba_mixer._check_mamba_sequence_packing_support = lambda **options: (True, None)
+    if release(found_version()) < (0, 19):
+        return  # gated delta nets are refused
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
     common.HAVE_FLA = True
     common.l2norm = l2norm
     gdn.causal_conv1d = causal_conv1d
