@@ -76,7 +76,7 @@ def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
     """Megatron's own rule in torch, of one document after another."""
-    from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
+    from megatron.core.ssm.gated_delta_net.gdn import torch_chunk_gated_delta_rule
 
     bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     parts = []
@@ -108,7 +108,12 @@ class GatedNorm(nn.Module):
 
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
-            state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"]
+            state,
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=getattr(self, "tp_group", None),
+            dp_cp_group=metadata["dp_cp_group"],
         )
 
 
