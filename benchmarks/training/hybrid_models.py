@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import statistics
 import sys
@@ -283,6 +284,8 @@ def main() -> None:
     if os.environ["RANK"] == "0":
         print("\n".join(failures), flush=True)
     sys.stdout.flush()
+    for worker in multiprocessing.active_children():  # of data loaders, which would outlive this process
+        worker.kill()
     os._exit(bool(failures))
 
 
