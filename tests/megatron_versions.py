@@ -1,9 +1,10 @@
 """The part of the suite that depends on Megatron, under another version of it.
 
 ``python tests/megatron_versions.py --version 0.18.2`` installs that megatron-core alone into ``build/megatron`` and
-puts it first on ``PYTHONPATH``; ``--tree DIR`` takes a source tree and compiles its dataset helper. ``--out FILE``
-writes which feature passed, with the largest relative differences of losses and gradient norms, as JSON; ``--commit``
-goes into it.
+puts it first on ``PYTHONPATH``; ``--tree DIR`` takes a source tree and compiles its dataset helper. ``--all`` runs
+`FURTHER` too, in about twice the time. ``--out FILE`` writes which feature passed, with the largest relative
+differences of losses and gradient norms, as JSON; ``--commit`` goes into it. `table` is what docs/megatron_versions.md
+shows of these files.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +71,51 @@ FEATURES = {
 }
 """Of each feature its test."""
 
+_LINEAR = "tests/e2e/test_linear_layers.py::test_"
+_SPARSE = "tests/e2e/test_sparse_attention.py::test_loss_curve_equals_stock_on_one_rank"
+_SCRIPT = "tests/e2e/test_user_script.py::test_"
+_CORE = "tests/e2e/test_core_models.py::test_dispatched_microbatches_of_any_length_train_as_stock_on_one_rank"
+_SAMPLES = "tests/e2e/test_sample_packing.py::test_"
+
+FURTHER = {
+    "hybrid, CP 1": f"{_HYBRID}[cp1]",
+    "hybrid, CP 4": f"{_HYBRID}[cp4]",
+    "hybrid, experts, CP 1": f"{_HYBRID}[cp1_experts]",
+    "hybrid, experts, CP 4": f"{_HYBRID}[cp4_experts]",
+    "hybrid, as a GPT": "tests/e2e/test_hybrid.py::test_hybrid_of_attention_and_mlps_trains_as_a_gpt",
+    "hybrid, TP 2, SP": f"{_HYBRID}[tp2_sp_cp2]",
+    "hybrid, PP 2": f"{_HYBRID}[pp2_cp2]",
+    "hybrid, interleaved PP 2, MTP": f"{_HYBRID}[interleaved_pp2_cp2_multi_token_prediction]",
+    "hybrid, DP 2, distributed optimizer": f"{_HYBRID}[dp2_cp2_distributed_optimizer_overlapped]",
+    "hybrid, experts, EP 2, selective recomputation": f"{_HYBRID}[ep2_cp2_experts_selective_recompute]",
+    "hybrid, MTP, per-token loss": f"{_HYBRID}[multi_token_prediction_per_token_loss]",
+    "hybrid, windows": f"{_HYBRID}[windows]",
+    "hybrid, sinks": f"{_HYBRID}[learnable_sinks]",
+    "hybrid, packed parameters made anew by keyword": f"{_HYBRID}[packed_params_made_anew]",
+    "hybrid, documents of the data loader": f"{_HYBRID_WAYS}documents_from_the_data_loader_equal_documents_from_eod",
+    "hybrid, batches prepared by workers": f"{_HYBRID_WAYS}batches_of_workers_train_bit_by_bit_as_those_planned"
+    "_in_the_step",
+    "hybrid, checkpoint, CP 2 to stock": f"{_HYBRID_WAYS}training_resumes_under_another_parallelism[cp2_to_stock]",
+    "hybrid, experts, from a checkpoint of a GPT": f"{_HYBRID_WAYS}checkpoint_of_a_gpt_goes_on_as_a_hybrid_model"
+    "[experts]",
+    "Mamba, CP 2": f"{_LINEAR}loss_curve_equals_stock_on_one_rank[mamba_cp2]",
+    "gated delta nets, CP 2": f"{_LINEAR}loss_curve_equals_stock_on_one_rank[cp2]",
+    "linear layers, documents": f"{_LINEAR}loss_curve_equals_stock_on_one_rank[cp2_documents]",
+    "sparse attention, CP 1": f"{_SPARSE}[cp1]",
+    "sparse attention, CP 2": f"{_SPARSE}[cp2_full_recompute]",
+    "sparse attention, TP 2, SP": f"{_SPARSE}[tp2_sp_cp2]",
+    "sparse attention, PP 2": f"{_SPARSE}[pp2_cp2]",
+    "sparse attention, GPT": f"{_SPARSE}[gpt_cp2]",
+    "packed samples, hybrid, MTP": f"{_SAMPLES}packed_samples_of_a_hybrid_model_with_multi_token_prediction_train_as_"
+    "padded_ones",
+    "packed samples, interleaved PP 2": f"{_SAMPLES}interleaved_stages_run_packed_samples_as_one_rank_runs_them_padded",
+    "a script of one's own": f"{_SCRIPT}own_loss_of_a_script_equals_that_of_one_rank[cp2]",
+    "a hybrid model's script of one's own": f"{_SCRIPT}hybrid_model_of_a_script_equals_that_of_one_rank",
+    "models without the command line": f"{_CORE}[dense]",
+    "models without the command line, experts": f"{_CORE}[experts]",
+}
+"""More features, which ``--all`` runs."""
+
 ABSENT = {
     "0.18": {
         "YaRN": "no --yarn-original-max-position-embeddings",
@@ -76,6 +123,18 @@ ABSENT = {
         "hybrid, MLA": "no letter for it",
         "hybrid, interleaved PP 2, full recomputation": "Megatron's builder refuses it",
         "hybrid, from a checkpoint of a GPT": "Megatron does not translate it while it loads",
+        "hybrid, interleaved PP 2, MTP": "Megatron's builder refuses it",
+        "hybrid, documents of the data loader": "no --dataloader-inter-document-masking",
+        "hybrid, batches prepared by workers": "MTP with full recomputation is a TypeError in Megatron",
+        "hybrid, experts, from a checkpoint of a GPT": "Megatron does not translate it while it loads",
+        **dict.fromkeys(("gated delta nets, CP 2", "linear layers, documents"), "refused: gated delta nets need 0.19"),
+        **dict.fromkeys(
+            (f"sparse attention, {way}" for way in ("CP 1", "CP 2", "TP 2, SP", "PP 2", "GPT")),
+            "refused: it needs 0.19",
+        ),
+        **dict.fromkeys(
+            ("a script of one's own", "a hybrid model's script of one's own"), "the script that is tested is 0.19's"
+        ),
     },
 }
 """Of a release, what it does not have, or what does not work with it, and why."""
@@ -87,6 +146,7 @@ def main() -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--version", help="of megatron-core on PyPI")
     source.add_argument("--tree", type=Path, help="a source tree: the folder that has the folder megatron")
+    parser.add_argument("--all", action="store_true", help="features of FURTHER too")
     parser.add_argument("--commit", default="", help="of the source tree, for the results")
     parser.add_argument("--out", type=Path, help="a file for results")
     options, rest = parser.parse_known_args()
@@ -96,7 +156,8 @@ def main() -> int:
     if options.version and version != options.version:
         raise RuntimeError(f"asked for megatron-core {options.version}, an import would take {version}")
     absent = next((rows for release, rows in ABSENT.items() if version.startswith(f"{release}.")), {})
-    tests = {feature: test for feature, test in FEATURES.items() if feature not in absent}
+    features = {**FEATURES, **FURTHER} if options.all else FEATURES
+    tests = {feature: test for feature, test in features.items() if feature not in absent}
     BUILD.mkdir(parents=True, exist_ok=True)
     report = BUILD / f"report-{version}.xml"
     command = [
@@ -113,7 +174,10 @@ def main() -> int:
     print(f"megatron-core {version} in {tree}", flush=True)
     status = subprocess.run(command, cwd=ROOT, env=environment).returncode
     if options.out:
-        cells = {**{feature: f"not run: {why}" for feature, why in absent.items()}, **read(report, tests)}
+        cells = {
+            **{feature: f"not run: {why}" for feature, why in absent.items() if feature in features},
+            **read(report, tests),
+        }
         about = {
             "version": version,
             "commit": options.commit,
@@ -179,6 +243,18 @@ def read(report: Path, tests: dict[str, str]) -> dict[str, str]:
         state = "failed" if bad or not mine else "passed" if not skipped else "passed or skipped"
         cells[feature] = ", ".join([state, *figures])
     return cells
+
+
+def table(folder: Path = ROOT / "benchmarks" / "results" / "megatron") -> str:
+    """The results of all versions as a table in Markdown; what is absent with the reason."""
+    found = {path.stem: json.loads(path.read_text())["features"] for path in sorted(folder.glob("*.json"))}
+    head = [["feature", *found], ["---"] * (1 + len(found))]
+    rows = [[name, *(_cell(features[name]) for features in found.values())] for name in (*FEATURES, *FURTHER)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (*head, *rows))
+
+
+def _cell(result: str) -> str:
+    return re.sub(r"losses (\S+), grad_norms (\S+)", r"\1; \2", result.removeprefix("not run: "))
 
 
 if __name__ == "__main__":

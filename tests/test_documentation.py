@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import megatron_magi
+from megatron_magi.mcore.versions import KNOWN_VERSIONS
 from megatron_magi.testing.megatron_launch import launch
+from tests import megatron_versions
 
 ROOT = Path(megatron_magi.__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))]
@@ -225,6 +227,14 @@ def test_versions_of_the_readmes_table_are_those_that_tests_install():
     measured = {path.stem for path in (ROOT / "benchmarks/results/megatron").glob("0.*.json")}
     assert set(re.findall(r"\d[\d.]+\d", versions)) == measured
     assert all("](" in cells for row, cells in rows.items() if "✓" in cells)
+
+
+def test_the_table_of_versions_is_that_of_their_results():
+    results = sorted((ROOT / "benchmarks/results/megatron").glob("*.json"))
+    assert {"main", *KNOWN_VERSIONS} == {path.stem for path in results}
+    assert megatron_versions.table() in (ROOT / "docs/megatron_versions.md").read_text()
+    failed = [(path.stem, cell) for path in results for cell in re.findall(r".*failed.*", path.read_text())]
+    assert failed == []
 
 
 def test_the_readmes_picture_is_drawn(tmp_path, monkeypatch):

@@ -67,6 +67,7 @@ class TrainingSession:
         self,
         argv: Sequence[str],
         *,
+        model: str = "gpt",
         pre_wrap_hooks: Sequence[Callable] = (),
         around_step: Callable[[int], Any] | None = None,
     ) -> Training:
@@ -74,7 +75,8 @@ class TrainingSession:
 
         Args:
             argv: without the program's name.
-            pre_wrap_hooks: as `megatron_magi.mcore.entry.main` takes them.
+            model: as `megatron_magi.mcore.entry.main` takes it, like the next.
+            pre_wrap_hooks: called with the model before it is wrapped.
             around_step: from a step's number (from 1), a context to run it in.
         """
         from megatron_magi.mcore.entry import main
@@ -93,7 +95,7 @@ class TrainingSession:
         self._install()
         environment, command = dict(os.environ), sys.argv
         try:
-            main(argv, pre_wrap_hooks=pre_wrap_hooks)
+            main(argv, model=model, pre_wrap_hooks=pre_wrap_hooks)
         except SystemExit as end:
             # How Megatron ends a training at --exit-interval.
             if end.code:
@@ -204,13 +206,19 @@ def _forget_megatron(keeps_groups: bool) -> None:
     """What Megatron's own in-process restart forgets, and what belongs to a model that is gone."""
     from megatron.training import training
 
-    stock, training.destroy_model_parallel = training.destroy_model_parallel, lambda: None
+    # Attention of Megatron's own takes memory that is made with the groups.
+    kept = ("destroy_model_parallel", *(["destroy_global_memory_buffer"] if keeps_groups else []))
+    stock = {name: getattr(training, name) for name in kept}
+    for name in kept:
+        setattr(training, name, lambda: None)
     try:
         training.destroy_global_state()
     finally:
-        training.destroy_model_parallel = stock
+        for name, function in stock.items():
+            setattr(training, name, function)
     _forget_graphs()
     _forget_generators()
+    _forget_losses_of_experts()
     if not keeps_groups:
         _forget_groups()
     attention = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
@@ -225,6 +233,13 @@ def _forget_generators() -> None:
     from megatron.core.tensor_parallel import random
 
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = None, False
+
+
+def _forget_losses_of_experts() -> None:
+    """Megatron keeps a place for each layer of the first model."""
+    logged = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if logged is not None:
+        logged.destroy_moe_metrics_tracker()
 
 
 def _forget_graphs() -> None:

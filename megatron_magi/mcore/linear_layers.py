@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,8 @@ from megatron_magi.mcore.token_order import TokenOrder
 
 _UNDO = "core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
 _REDO = "core.ssm.mamba_context_parallel:_redo_attention_load_balancing"
-_PERMUTE = "core.ssm.gated_delta_net.gdn:_build_thd_cp_a2a_perm"
+_PERMUTE = [f"core.ssm.gated_delta_net.{module}:_build_thd_cp_a2a_perm" for module in ("gdn", "common")]
+"""Where it is, by release."""
 _ORDER = "magi_order"
 
 
@@ -136,8 +138,8 @@ def install() -> None:
     """Lets linear layers of Megatron's sort the rows of a `TokenOrder`. Idempotent; all else is as it was."""
     seams.put(_UNDO, _undo)
     seams.put(_REDO, _redo)
-    if seams.needed(_PERMUTE):
-        seams.put(_PERMUTE, _permutations)
+    for target in filter(seams.needed, _PERMUTE):
+        seams.put(target, functools.partial(_permutations, target))
 
 
 def _undo(input_: Tensor, cp_size: int, packed_seq_params: Any = None) -> Tensor:
@@ -152,6 +154,6 @@ def _redo(input_: Tensor, cp_size: int, packed_seq_params: Any = None) -> Tensor
     return seams.original(_REDO)(input_, cp_size, packed_seq_params)
 
 
-def _permutations(cu_seqlens: Tensor, cp_size: int, t_global: int) -> tuple[Tensor, Tensor]:
+def _permutations(target: str, cu_seqlens: Tensor, cp_size: int, t_global: int) -> tuple[Tensor, Tensor]:
     given = getattr(cu_seqlens, _ORDER, None)
-    return seams.original(_PERMUTE)(cu_seqlens, cp_size, t_global) if given is None else given
+    return seams.original(target)(cu_seqlens, cp_size, t_global) if given is None else given

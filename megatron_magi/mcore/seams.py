@@ -195,7 +195,9 @@ SEAMS = (
     Seam("core.ssm.gated_delta_net.common:_GDNBase._resolve_cu_seqlens", "subclassed", ("cu_seqlens_padded",
          "cu_seqlens_actual"), "linear_layers", "documents of any length", since="0.19"),
     Seam("core.ssm.gated_delta_net.gdn:_build_thd_cp_a2a_perm", "wrapped", ("cu_seqlens", "cp_size", "t_global"),
-         "linear_layers", "any layout into the order of the sequence, and back", since="0.19"),
+         "linear_layers", "any layout into the order of the sequence, and back", since="0.19", until="0.20"),
+    Seam("core.ssm.gated_delta_net.common:_build_thd_cp_a2a_perm", "wrapped", ("cu_seqlens", "cp_size", "t_global"),
+         "linear_layers", "likewise", since="0.20"),
     # Defects of the wheel
     Seam("core.datasets.utils:compile_helpers", "repaired", (), "wheel_repairs", "the wheel has no Makefile",
          fragment='["make", "-C"'),

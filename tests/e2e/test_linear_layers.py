@@ -42,6 +42,7 @@ def layout(name: str) -> tuple[str, ...]:
 CASES = {
     "cp1": hybrid("M*G-", (), MAGI, **CP1, **WHOLE),
     "cp2": hybrid("M*G-", **WHOLE),
+    "mamba_cp2": hybrid("M*M-", **WHOLE),
     "cp2_zigzag": hybrid("M*G-", (), layout("zigzag"), **WHOLE),
     "cp2_contiguous": hybrid("M*G-", (), layout("contiguous"), **WHOLE),
     "cp4_length_that_does_not_divide": hybrid("M*G-", ODD_LENGTH, **CP4, **WHOLE),
@@ -98,13 +99,14 @@ KERNEL_PACKAGES = ("mamba_ssm", "causal_conv1d", "fla")
     not all(importlib.util.find_spec(name) for name in KERNEL_PACKAGES),
     reason="needs mamba-ssm, causal-conv1d, fla-core",
 )
-def test_losses_in_bf16_equal_stock_with_kernels() -> None:
-    def train(*extra: str) -> RunResult:
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.ranks(2))])
+def test_losses_in_bf16_equal_stock_with_kernels(num_ranks: int) -> None:
+    def train(cp_size: int, *extra: str) -> RunResult:
         model = ("--hybrid-layer-pattern", "M*G-", *GPU_SIZES, *extra)
-        args = [a for a in tiny_gpt_args("mock", *model) if a not in DOCUMENTS]
-        return launch(args, script=PRETRAIN_HYBRID, before=TUNE_LESS)
+        args = [a for a in tiny_gpt_args("mock", *model, context_parallel_size=cp_size) if a not in DOCUMENTS]
+        return launch(args, cp_size, script=PRETRAIN_HYBRID, before=TUNE_LESS)
 
-    stock, found = train(), train(*MAGI)
+    stock, found = train(1), train(num_ranks, *MAGI)
     for iteration, loss in stock.losses.items():
         print(iteration, loss, found.losses[iteration])
         assert abs(found.losses[iteration] - loss) < 1e-2

@@ -1,6 +1,6 @@
 """verl's engines as far as an engine of one's own sees them: names, arguments, and the order of calls.
 
-As at verl's commit b178a3cd5: `EngineRegistry`, `MegatronEngineWithLMHead`, microbatches that
+As in verl 0.9.1: `EngineRegistry`, `MegatronEngineWithLMHead`, microbatches that
 are dictionaries of jagged tensors, losses that are called with ``model_output``, ``data`` and ``dp_group``.
 """
 

@@ -1,37 +1,23 @@
-"""The example of Megatron Bridge on CPUs, with Megatron's local layers. A script.
-
-Transformer Engine, which Bridge imports whatever the layers are, is names alone (`te_names`). Arguments: Bridge's
-folder, the example, the model.
-"""
+"""The example of Megatron Bridge on CPUs. A script. Arguments: Bridge's folder, the example, the model."""
 
 from __future__ import annotations
 
 import runpy
 import sys
-from pathlib import Path
 
 from megatron_magi.mcore import install
 
 FOLDER, EXAMPLE, NAME = sys.argv[1:4]
 sys.argv = sys.argv[:1]
-sys.path += [FOLDER, str(Path(__file__).parent)]
+sys.path.append(FOLDER)
 install()
 
-import te_names  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-LOCAL = {
-    "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "moe_permute_fusion": False,
-    "moe_grouped_gemm": False,
-    "persist_layer_norm": False,
-    "use_cpu_initialization": True,
-}
-
+from tests.frameworks.bridge_layers import LOCAL, stand_in  # noqa: E402
 
 if __name__ == "__main__":
-    te_names.provide()
+    stand_in()
     train = runpy.run_path(EXAMPLE)["train"]
     from megatron.bridge.models.gpt_provider import local_layer_spec
 

@@ -76,7 +76,7 @@ def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
     """Megatron's own rule in torch, of one document after another."""
-    from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
+    from megatron.core.ssm.gated_delta_net.gdn import torch_chunk_gated_delta_rule
 
     bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     parts = []
@@ -108,7 +108,12 @@ class GatedNorm(nn.Module):
 
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
-            state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"]
+            state,
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=getattr(self, "tp_group", None),
+            dp_cp_group=metadata["dp_cp_group"],
         )
 
 
@@ -134,12 +139,17 @@ def tune_less() -> None:
 def install() -> None:
     """Puts the definitions into Megatron's modules of linear layers."""
     from megatron.core.ssm import mamba_mixer
-    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    from megatron_magi.mcore.versions import found_version, release
 
     mamba_mixer.HAVE_MAMBA_SSM = True
     mamba_mixer.ExtendedRMSNorm = mamba_mixer.RMSNormGated = GatedNorm
     mamba_mixer.mamba_split_conv1d_scan_combined = mamba_split_conv1d_scan_combined
     mamba_mixer._check_mamba_sequence_packing_support = lambda **options: (True, None)
+    if release(found_version()) < (0, 19):
+        return  # gated delta nets are refused
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
     common.HAVE_FLA = True
     common.l2norm = l2norm
     gdn.causal_conv1d = causal_conv1d

@@ -1,6 +1,7 @@
-"""Names of Transformer Engine, which does not import without a GPU's libraries: classes that nobody makes objects of.
+"""Megatron Bridge on CPUs, with Megatron's local layers.
 
-Megatron Bridge imports `transformer_engine.pytorch` whatever the layers are.
+Bridge imports `transformer_engine.pytorch` whatever the layers are, and that imports no further without a GPU's
+libraries. What stands in for it here has classes that nobody makes objects of.
 """
 
 from __future__ import annotations
@@ -11,6 +12,15 @@ import sys
 import types
 
 from torch import nn
+
+LOCAL = {
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_grouped_gemm": False,
+    "persist_layer_norm": False,
+    "use_cpu_initialization": True,
+}
 
 
 class _Class(type(nn.Module)):
@@ -29,8 +39,11 @@ class _Names(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        is_wanted = name.partition(".")[0] == "transformer_engine"
+        is_wanted = any(name == one or name.startswith(f"{one}.") for one in self._names)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_wanted else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
@@ -40,11 +53,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def provide() -> None:
-    """For imports from now on; megatron-core, which would take them for real, has to be imported before."""
+def stand_in(*others: str) -> None:
+    """From now on Transformer Engine, and other modules, are what stands in for them. Megatron is imported already."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     assert not HAVE_TE, "Megatron itself must not take what stands in for it"
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _Finder(("transformer_engine", *others)))
