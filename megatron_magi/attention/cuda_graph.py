@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.attention.collective_args import plan_casts
-from megatron_magi.backends.base import Backend, ChangingMemory, copy_tables, refuse_capture
+from megatron_magi.attention.collective_args import joined_transfer, plan_casts
+from megatron_magi.attention.fused_comm import joined_bands, may_join
+from megatron_magi.attention.prepared_batch import StaticFacts
+from megatron_magi.backends.base import Backend, ChangingMask, ChangingMemory, copy_tables, refuse_capture
 from megatron_magi.checks import number
 from megatron_magi.comm.agreement import start_agreement, told
 from megatron_magi.comm.group_collective import GroupCastArgs, raise_failure
@@ -91,7 +93,7 @@ class StaticPlans:
                 start_agreement(hash(counts) % (1 << 63), self._group, what).wait()
         self._static = made
         self.plans: dict[Hashable, RankPlan] = {name: static.plan for name, static in made.items()}
-        self.facts = {name: tuple(mask.facts for mask in static.masks) for name, static in made.items()}
+        self.facts = {name: static.facts for name, static in made.items()}
         self._load(plans)
 
     def load(self, plans: Mapping[Any, RankPlan]) -> str | None:
@@ -159,6 +161,7 @@ class _StaticPlan:
     Attributes:
         plan: represents the plan of the microbatch that was loaded last.
         masks: one for each stage.
+        joined: over own keys and the fetched ones, for calls that are one launch; None if none is.
         room: of the collectives, in rows, see `GroupCastArgs.most`; None for one rank.
     """
 
@@ -199,14 +202,25 @@ class _StaticPlan:
             backend.capture.mask(masks, num_rows, most, device, memory, headroom)
             for masks, most in zip(stages, most_keys, strict=True)
         ]
+        self.joined, self._programs = None, backend.programs
+        if self._programs is not None and may_join(plan):
+            joined = [self._joined(sample) for sample in samples]
+            most = sum(most_keys)
+            self.joined = backend.capture.mask(joined, num_rows, most, device, memory, headroom, num_rows)
+            runtime.joined_bands = self.joined.as_bands()
         self.plan = replace(
             plan,
             bands=tuple(mask.as_bands() for mask in self.masks),
             joined=None,
-            one_launch=False,
+            one_launch=self.joined is not None,
             schedule=make_schedule(len(self.masks) - 1),
             runtime=runtime,
         )
+
+    @property
+    def facts(self) -> StaticFacts:
+        """For `prepare_batch`."""
+        return StaticFacts(tuple(mask.facts for mask in self.masks), None if self.joined is None else self.joined.facts)
 
     def why_not(self, plan: RankPlan) -> str | None:
         """The reason why another plan does not fit; None if it fits."""
@@ -219,14 +233,27 @@ class _StaticPlan:
         if plan.degree >= len(self.masks):
             return f"it has {plan.degree} remote stages, not {len(self.masks) - 1}"
         reason = None if self._args is None else self._args.why_not(self._cast(plan))
-        reasons = (mask.why_not(*stage) for mask, stage in zip(self.masks, _stages(plan, len(self.masks)), strict=True))
+        reasons = (mask.why_not(bands, num_keys) for mask, bands, num_keys in self._read(plan))
         return reason or next(filter(None, reasons), None)
 
     def take(self, plan: RankPlan) -> list[tuple[Tensor, Tensor]]:
         """The copies that load a plan that fits."""
-        pairs = zip(self.masks, _stages(plan, len(self.masks)), strict=True)
-        tables = [table for mask, stage in pairs for table in mask.take(*stage)]
+        tables = [table for mask, bands, num_keys in self._read(plan) for table in mask.take(bands, num_keys)]
         return tables if self._args is None else [*tables, *self._args.take(self._cast(plan))]
+
+    def _read(self, plan: RankPlan) -> list[tuple[ChangingMask, np.ndarray, int]]:
+        """The masks, with bands and number of keys of a plan that is loaded into them."""
+        if plan.runtime.keep_stage_tables is not None and any(mask.is_read for mask in self.masks):
+            plan.runtime.keep_stage_tables()
+        stages = zip(self.masks, _stages(plan, len(self.masks)), strict=True)
+        found = [(mask, *stage) for mask, stage in stages]
+        return found if self.joined is None else [*found, (self.joined, *self._joined(plan))]
+
+    def _joined(self, plan: RankPlan) -> tuple[np.ndarray, int]:
+        """Bands over own keys and the fetched ones, and the number of both."""
+        assert self._programs is not None
+        num_fetched = joined_transfer(plan).num_recv if plan.degree else 0
+        return joined_bands(plan, self._programs), plan.num_rows + num_fetched
 
     def _cast(self, plan: RankPlan) -> GroupCastArgs | None:
         """The cast of the remote stage; None if no rank fetches anything."""

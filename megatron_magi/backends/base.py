@@ -326,6 +326,7 @@ class StageMasks(NamedTuple):
         is_alone: passes are one launch, as no rank fetches anything.
         joined: if `is_fused`: bands over own keys and those of all stages, from `Programs.first_fetched` on.
         num_fetched: keys of all stages.
+        joined_facts: as ``facts``, for `joined`; None without.
     """
 
     bands: tuple[np.ndarray, ...]
@@ -337,6 +338,7 @@ class StageMasks(NamedTuple):
     is_alone: bool
     joined: np.ndarray | None
     num_fetched: int
+    joined_facts: Any = None
 
 
 class TableUse(NamedTuple):
@@ -394,6 +396,10 @@ class ChangingMask(Protocol):
 
     backend: str
     facts: Any
+
+    @property
+    def is_read(self) -> bool:
+        """Whether calls have read its tables."""
 
     def as_bands(self) -> ChangingBands:
         """The bands that represent this mask in calls; they keep it alive."""
@@ -515,6 +521,7 @@ class Capture(Protocol):
         device: torch.device,
         memory: Any,
         headroom: float,
+        num_own: int | None = None,
     ) -> ChangingMask:
         """A mask whose tables are at fixed addresses.
 
@@ -526,6 +533,8 @@ class Capture(Protocol):
             device: of the tables.
             memory: for numbers.
             headroom: capacity as a multiple of the longest tables of these masks, at least 1.
+            num_own: own keys of masks over own keys and those of all stages (`StageMasks.joined`), for `Programs`;
+                None for the mask of one stage.
         """
 
 

@@ -21,7 +21,7 @@ from megatron_magi.comm.peers import PEERS
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import SLOT_ROWS, WIDEST, can_add
 from megatron_magi.comm.slots import sent_shift, slot_row_bytes
-from megatron_magi.cuda.arriving import Arriving, part_rows
+from megatron_magi.cuda.arriving import READ_BEHIND, Arriving, part_rows
 from megatron_magi.cuda.launch_list import Place, Step
 from megatron_magi.cuda.layout import Like
 
@@ -30,7 +30,7 @@ _NUM_CHUNKS = 16  # byte offset in `PeerTables.counts`, whose first entry is the
 _MOST_KNOWN = 64
 _OF_GET = {
     0: "published", 1: "published.starts", 2: "published.num_chunks", 3: "fetch", 4: "fetch.num_rows",
-    7: "later.part_rows",
+    7: "later.part_rows", 9: "fetch.num_cleared",
 }  # fmt: skip
 _OF_PUT = {0: "sums.index", 1: "sums.routes", 2: "sums.rows", 3: "sums.starts", 4: "sums.sources", 5: "sums.shift"}
 """The parameters in `peer_kernels.SHAPES` that depend on the transfer, and their names."""
@@ -116,7 +116,7 @@ def _get_numbers(args: GroupCastArgs) -> dict[str, int]:
     tables, counts = args.peers, args.peers.counts.data_ptr()
     found = (
         tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS, tables.fetch.data_ptr(), counts,
-        part_rows(args.num_recv),
+        part_rows(args.num_recv), READ_BEHIND if args.is_static else 0,
     )  # fmt: skip
     return dict(zip(_OF_GET.values(), found, strict=True))
 

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 _PUT = Shape(768, 24, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2)
 SHAPES = {
     **dict.fromkeys(("put_rows", "put_rows_bulk", "put_sums", "put_sums_bulk"), _PUT),
-    "get_rows": Shape(512, 64, "5QqQ2q", shared_bytes=4 * 12 * 4096, num_lists=2),
+    "get_rows": Shape(512, 64, "5QqQ3q", shared_bytes=4 * 12 * 4096, num_lists=2),
 }
 """24 blocks that put: 16 reach 0.94 of the bandwidth of 128; sums need more."""
 _MOST_PULLING = 16

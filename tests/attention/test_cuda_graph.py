@@ -22,6 +22,7 @@ from tests.backends.sm90.fake_driver import fake_driver
 ROWS = 1024
 CPU = torch.device("cpu")
 ONE_STAGE = OverlapConfig(degree=1, one_launch=False)
+ONE_LAUNCH = OverlapConfig(degree=1, one_launch=True)
 CONFIG = MagiConfig(attend=AttendConfig(impl="ffa"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from megatron_magi.plan import RankPlan, make_plan
 from megatron_magi.testing.spawn import run_ranks
 from tests.attention.test_cuda_graph import (
     CPU,
+    ONE_LAUNCH,
     ONE_STAGE,
     attend,
     captured,
@@ -269,12 +271,18 @@ def test_memory_of_graphs_is_kept_until_they_are_gone(monkeypatch):
     assert memory.grow(64) == "out of memory" and memory.slot_bytes == 0 and states()[3] == "freed"
 
 
-def replay_on_ranks(rank: int, num_ranks: int, deterministic: bool) -> tuple[int, int]:
+def among_nan(run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Results of ``run``, for which memory that held NaN is at hand in each replay."""
+    torch.full((32 << 20,), torch.nan, device="cuda")
+    return run()
+
+
+def replay_on_ranks(rank: int, num_ranks: int, deterministic: bool, overlap: OverlapConfig) -> tuple[int, int]:
     """A graph over several ranks, replayed with masks that fetch much, little and nothing; how many were replayed."""
     torch.cuda.set_device(rank)
     device, rows = torch.device("cuda", rank), 2048
     config = MagiConfig(
-        attend=AttendConfig(impl="ffa", deterministic=deterministic), comm=CommConfig(impl="native"), overlap=ONE_STAGE
+        attend=AttendConfig(impl="ffa", deterministic=deterministic), comm=CommConfig(impl="native"), overlap=overlap
     )
     shape = shape_of((8, 2), (128, 128)).kernels_for(device)
     inputs = tensors(rows, shape, device)
@@ -288,7 +296,7 @@ def replay_on_ranks(rank: int, num_ranks: int, deterministic: bool) -> tuple[int
         return make_plan(mask, config, num_ranks).for_rank(rank)
 
     static = StaticPlans({0: plan_for(masks[0])}, device, group, headroom=6)
-    graph, results = captured(lambda: attend(inputs, static.plans[0], config, sink, group))
+    graph, results = captured(lambda: among_nan(lambda: attend(inputs, static.plans[0], config, sink, group)))
     num_replayed = num_eager = 0
     for number, mask in enumerate(masks):
         batch = prepare_batch({0: plan_for(mask)}, shape, config, like=static.facts)
@@ -317,14 +325,18 @@ on_gpus = pytest.mark.parametrize(
 )
 
 
+by_stages_or_not = pytest.mark.parametrize("overlap", [ONE_STAGE, ONE_LAUNCH], ids=["stages", "one launch"])
+
+
 @on_gpus
+@by_stages_or_not
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_one_graph_of_several_ranks_replayed_with_50_masks_equals_eager_mode(num_ranks, deterministic):
-    found = run_ranks(replay_on_ranks, num_ranks, deterministic, backend="nccl", timeout_s=120)
+def test_one_graph_of_several_ranks_replayed_with_50_masks_equals_eager_mode(num_ranks, deterministic, overlap):
+    found = run_ranks(replay_on_ranks, num_ranks, deterministic, overlap, backend="nccl", timeout_s=120)
     assert len(set(found)) == 1 and found[0][0] >= 50 and found[0][1] >= 1
 
 
-def replay_without_eager_calls(rank: int, num_ranks: int, num_steps: int) -> tuple[int, int]:
+def replay_without_eager_calls(rank: int, num_ranks: int, num_steps: int, overlap: OverlapConfig) -> tuple[int, int]:
     """Replays alone, one behind the other, with plans that change; forward and backward of two layers.
 
     Returns:
@@ -332,7 +344,7 @@ def replay_without_eager_calls(rank: int, num_ranks: int, num_steps: int) -> tup
     """
     torch.cuda.set_device(rank)
     device, rows = torch.device("cuda", rank), 1024
-    config = MagiConfig(comm=CommConfig(impl="native"), overlap=ONE_STAGE)
+    config = MagiConfig(comm=CommConfig(impl="native"), overlap=overlap)
     shape = shape_of((8, 2), (128, 128)).kernels_for(device)
     inputs = tensors(rows, shape, device)
     group = dist.group.WORLD
@@ -362,12 +374,13 @@ def replay_without_eager_calls(rank: int, num_ranks: int, num_steps: int) -> tup
 
 
 @on_gpus
-def test_1000_replays_of_several_ranks_are_right_and_grow_no_memory(num_ranks):
-    found = run_ranks(replay_without_eager_calls, num_ranks, 1000, backend="nccl", timeout_s=120)
+@by_stages_or_not
+def test_1000_replays_of_several_ranks_are_right_and_grow_no_memory(num_ranks, overlap):
+    found = run_ranks(replay_without_eager_calls, num_ranks, 1000, overlap, backend="nccl", timeout_s=120)
     assert found == [(0, 0)] * num_ranks, "numbers that are wrong, bytes by which memory has grown"
 
 
-def replay_after_a_larger_call(rank: int, num_ranks: int) -> int:
+def replay_after_a_larger_call(rank: int, num_ranks: int, overlap: OverlapConfig) -> int:
     """A graph, then eager calls that need larger slots, then a second graph over these; replays of both are right.
 
     Returns:
@@ -375,7 +388,7 @@ def replay_after_a_larger_call(rank: int, num_ranks: int) -> int:
     """
     torch.cuda.set_device(rank)
     device, group = torch.device("cuda", rank), dist.group.WORLD
-    native, other = (MagiConfig(comm=CommConfig(impl=impl), overlap=ONE_STAGE) for impl in ("native", "all_to_all"))
+    native, other = (MagiConfig(comm=CommConfig(impl=impl), overlap=overlap) for impl in ("native", "all_to_all"))
     shape = shape_of((8, 2), (128, 128)).kernels_for(device)
     runs = []
     for rows in (1024, 32_768):
@@ -402,17 +415,18 @@ def replay_after_a_larger_call(rank: int, num_ranks: int) -> int:
 
 
 @on_gpus
-def test_graphs_are_replayed_after_a_larger_call_has_got_memory_of_its_own(num_ranks):
-    found = run_ranks(replay_after_a_larger_call, num_ranks, backend="nccl", timeout_s=120)
+@by_stages_or_not
+def test_graphs_are_replayed_after_a_larger_call_has_got_memory_of_its_own(num_ranks, overlap):
+    found = run_ranks(replay_after_a_larger_call, num_ranks, overlap, backend="nccl", timeout_s=120)
     assert found == [2] * num_ranks, "allocations of slots"
 
 
-def stay_away(rank: int, num_ranks: int) -> None:
+def stay_away(rank: int, num_ranks: int, overlap: OverlapConfig) -> None:
     """Rank 0 replays less often than the others."""
     torch.cuda.set_device(rank)
     device, rows = torch.device("cuda", rank), 2048
     group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=3))
-    config = MagiConfig(comm=CommConfig(impl="native", verify=False), overlap=ONE_STAGE)
+    config = MagiConfig(comm=CommConfig(impl="native", verify=False), overlap=overlap)
     plan = make_plan(builders.causal(rows * num_ranks), config, num_ranks).for_rank(rank)
     inputs = tensors(rows, shape_of((8, 2), (128, 128)), device)
     static = StaticPlans({0: plan}, device, group)
@@ -432,5 +446,6 @@ def stay_away(rank: int, num_ranks: int) -> None:
 
 
 @on_gpus
-def test_a_replay_that_waits_for_a_rank_which_does_not_come_ends_and_the_next_load_names_it(num_ranks):
-    run_ranks(stay_away, num_ranks, backend="nccl", timeout_s=60)
+@by_stages_or_not
+def test_a_replay_that_waits_for_a_rank_which_does_not_come_ends_and_the_next_load_names_it(num_ranks, overlap):
+    run_ranks(stay_away, num_ranks, overlap, backend="nccl", timeout_s=60)

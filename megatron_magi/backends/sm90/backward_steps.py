@@ -164,10 +164,9 @@ class BackwardSteps:
         if out is None:
             given.append("delta")
         else:
-            assert not captured
             params.dout_row, params.dout_head, params.out_row, params.out_head = *dout.stride()[:2], *out.stride()[:2]
             given += ["dout", "out", *(["delta"] if self._wants_delta else [])]
-            macros, heads = hopper_kernels.delta_macros(out.dtype, out.shape[2]), _DELTA_HEADS
+            macros, heads = hopper_kernels.delta_macros(out.dtype, out.shape[2], captured), _DELTA_HEADS
         fields: dict[str, Place] = {name: (name, 0) for name in given}
         fields |= {"lse_out": _STATS, "delta_out": _MINUS_DELTA}
         numbers = {"numbers": "keys.numbers"} if captured else {}

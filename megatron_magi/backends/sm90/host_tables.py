@@ -131,7 +131,9 @@ def kind(device: torch.device) -> None:
 def make(masks: StageMasks, use: TableUse) -> StageTables:
     """Tables of a plan's masks, on the CPU; see `megatron_magi.backends.base.HostTables`."""
     problems = [make_problem(masks.num_rows, count, *use.num_heads, use.dims) for count in masks.num_keys]
-    facts = [hopper_plan.mask_facts(bands) for bands in masks.bands] if masks.facts is None else masks.facts
+    facts = [hopper_plan.mask_facts(bands) for bands in masks.bands] if masks.facts is None else list(masks.facts)
+    if masks.joined_facts is not None and not masks.num_fetched:
+        facts[0] = masks.joined_facts  # the mask of the first stage is also that of all
     meet = use.needs_backward and facts_meet(facts, problems, use.deterministic)
     at_once = None
     if masks.is_fused and use.needs_backward and backward_pays(use.dims):
@@ -150,7 +152,7 @@ def make(masks: StageMasks, use: TableUse) -> StageTables:
     seldom, numbers = None, tables[0].numbers
     if masks.is_fused:
         assert masks.joined is not None and shapes is not None
-        table, made = make_gated_tables(masks.joined, shapes, at_once, use.planner)
+        table, made = make_gated_tables(masks.joined, shapes, at_once, use.planner, masks.joined_facts)
         if table.plans:
             seldom, tables, arrays = tuple(tables), [table], [*made, *arrays]
             numbers = table.numbers
@@ -228,19 +230,23 @@ def make_tables(
 
 
 def make_gated_tables(
-    bands: np.ndarray, shapes: PassShapes, backward: BackwardUse | None, planner: str = "auto"
+    bands: np.ndarray,
+    shapes: PassShapes,
+    backward: BackwardUse | None,
+    planner: str = "auto",
+    facts: MaskFacts | None = None,
 ) -> tuple[MaskTables, list[np.ndarray]]:
     """`make_tables` of passes with fetched keys; no tables if this rank fetches none.
 
     Args:
         bands: over keys indexed as in `mask_numbers`.
         shapes: of the passes.
-        backward, planner: as in `make_tables`.
+        backward, planner, facts: as in `make_tables`.
     """
     problem, num_arriving, *_ = shapes.forward
     if not problem.num_rows or not num_arriving:
         return MaskTables(hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands), (), ()), []
-    return make_tables(bands, problem, backward, planner, shapes=shapes)
+    return make_tables(bands, problem, backward, planner, facts, shapes)
 
 
 def _numbers(

@@ -166,9 +166,9 @@ def postprocess_dq_macros(dtype: torch.dtype, head_dim: int, concurrent: bool = 
     return (f"HEAD_DIM={head_dim}", element(dtype), *(("CONCURRENT=1",) if concurrent else ()))
 
 
-def delta_macros(dtype: torch.dtype, head_dim_v: int) -> tuple[str, ...]:
-    """Macros of the kernel for row statistics if it also computes delta."""
-    return ("DELTA=1", f"HEAD_DIM_V={head_dim_v}", element(dtype))
+def delta_macros(dtype: torch.dtype, head_dim_v: int, captured: bool = False) -> tuple[str, ...]:
+    """Macros of the kernel for row statistics if it also computes delta; ``captured`` as in `forward_macros`."""
+    return ("DELTA=1", f"HEAD_DIM_V={head_dim_v}", element(dtype), *if_captured(captured))
 
 
 def keys_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, captured: bool = False) -> tuple[str, ...]:

@@ -188,6 +188,20 @@ def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_
     return Tiling(True, first + num_arriving, choice.shape, choice.packed, arriving)
 
 
+def tilings_of(is_backward: bool, facts: MaskFacts, shape: PassShape) -> dict[str, Tiling]:
+    """The tilings whose tables the kernels of a pass read, by the prefix of the names of their addresses."""
+    problem, num_arriving, num_sms = shape.problem, shape.num_arriving, shape.num_sms
+    if not is_backward:
+        return {"rows": row_tiling(problem, forward_tiles(facts, problem), num_arriving, num_sms)}
+    num_sms = max(1, num_sms - shape.sm_margin)
+    choice = backward_choice(facts, problem, shape.deterministic)
+    found = {"keys": key_tiling(problem, choice, num_arriving, num_sms)}
+    if not choice.adds_dq:
+        tiles = query_tiles(problem, choice.packed)
+        found["queries"] = row_tiling(problem, tiles, num_arriving, num_sms, products=3.0)
+    return found
+
+
 def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict[str, int]:
     """Parameters of a kernel over tiles of rows, in blocks of ``block`` keys, as numbers named ``name.PARAMETER``.
 
@@ -220,10 +234,11 @@ def forward_numbers(
         shape: of the pass.
         plan_of: makes the plan of a tiling of the mask.
     """
-    problem, tiles = shape.problem, forward_tiles(facts, shape.problem)
-    tiling = row_tiling(problem, tiles, shape.num_arriving, shape.num_sms)
-    numbers = {**seen, **row_numbers("rows", plan_of(tiling), shape, tiles.shape[1])}
-    return MaskNumbers(shape, ForwardForm(tiles, shape.num_arriving > 0, shape.captured), numbers, {"rows": tiling})
+    tilings = tilings_of(False, facts, shape)
+    tiling = tilings["rows"]
+    numbers = {**seen, **row_numbers("rows", plan_of(tiling), shape, tiling.shape[1])}
+    form = ForwardForm(RowTiles(tiling.shape, tiling.packed), shape.num_arriving > 0, shape.captured)
+    return MaskNumbers(shape, form, numbers, tilings)
 
 
 def backward_numbers(
@@ -244,8 +259,9 @@ def backward_numbers(
     problem, num_arriving = shape.problem, shape.num_arriving
     num_sms = max(1, shape.num_sms - shape.sm_margin)
     choice = backward_choice(facts, problem, shape.deterministic)
-    tiling = key_tiling(problem, choice, num_arriving, num_sms)
-    tilings, plan, of_heads = {"keys": tiling}, plan_of(tiling), (problem.num_heads_kv, problem.group // choice.packed)
+    tilings = tilings_of(True, facts, shape)
+    tiling = tilings["keys"]
+    plan, of_heads = plan_of(tiling), (problem.num_heads_kv, problem.group // choice.packed)
     splits = 1 if choice.whole or shape.deterministic else best_splits(plan.costs, *of_heads, num_sms)
     targets, room = DIRECT, 2 * problem.num_rows * problem.num_heads * problem.dims[0]
     if targets_of is not None:
@@ -268,9 +284,8 @@ def backward_numbers(
         grid = shape.grid(plan.num_tiles * problem.num_heads_kv * splits)
         numbers |= {"keys.num_tiles": plan.num_tiles, "keys.splits": splits, "keys.grid": grid, "key_sums": 0}
     if not choice.adds_dq:
-        tiles = query_tiles(problem, choice.packed)
-        tilings["queries"] = row_tiling(problem, tiles, num_arriving, num_sms, products=3.0)
-        numbers |= row_numbers("queries", plan_of(tilings["queries"]), shape, tiles.shape[1])
+        of_rows = tilings["queries"]
+        numbers |= row_numbers("queries", plan_of(of_rows), shape, of_rows.shape[1])
     sums_in_dq = room is not None and 4 * key_sums <= room
     form = BackwardForm(choice, num_arriving > 0, num_split > 0, sums_in_dq, targets, shape.captured)
     return MaskNumbers(shape, form, numbers, tilings, key)
@@ -322,6 +337,12 @@ def _is_of_stream(plan: DevicePlan, stream: int) -> bool:
     return all(ready is not None and ready.stream == stream for ready in copies)
 
 
+def _tiling_for(name: str, is_backward: bool, facts: MaskFacts, shape: PassShape, num_arriving: int) -> Tiling:
+    """One of `tilings_of` for a mask of the same facts and own keys of which ``num_arriving`` keys arrive."""
+    problem = shape.problem._replace(num_keys=shape.num_own + num_arriving)
+    return tilings_of(is_backward, facts, shape._replace(problem=problem, num_arriving=num_arriving))[name]
+
+
 def pass_tables(
     is_backward: bool,
     shape: PassShape,
@@ -345,7 +366,11 @@ def pass_tables(
 
     @functools.cache  # each plan is looked up or made once
     def plan_of(tiling: Tiling) -> DevicePlan:
-        return hopper_plan.device_plan(bands, tiling, device)
+        if not is_changing(bands):
+            return hopper_plan.device_plan(bands, tiling, device)
+        made = tilings_of(is_backward, bands.mask.facts, shape)
+        name = next(name for name, known in made.items() if known == tiling)
+        return bands.mask.plan(tiling, functools.partial(_tiling_for, name, is_backward, bands.mask.facts, shape))
 
     def schedule_of(tiling: Tiling, key: ScheduleKey) -> tuple[int, int]:
         made = hopper_plan.schedule_of(plan_of(tiling), *key)

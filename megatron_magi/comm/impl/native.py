@@ -38,7 +38,7 @@ from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_in, rows_of, vector_of, widest, with_rows
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.comm.sm_budget import share_of
-from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
+from megatron_magi.cuda.arriving import FLAG_BYTES, READ_BEHIND, Arriving, part_rows
 from megatron_magi.cuda.launch_list import LaunchList, Place, Step
 from megatron_magi.runtime.graph_capture import is_capturing
 
@@ -380,6 +380,7 @@ class Native:
             pack_slot_rows(results, row_bytes, WIDEST, kernel.loads), tables.published.data_ptr(),
             tables.starts.data_ptr(), counts + _NUM_CHUNKS, tables.fetch.data_ptr(), counts + _NUM_FETCHED,
             chunk_shift(row_bytes), self._flags.data_ptr(), part_rows(args.num_recv), blocks_that_pull(num_blocks),
+            READ_BEHIND if args.is_static else 0,
         )  # fmt: skip
         return (launch,)
 
