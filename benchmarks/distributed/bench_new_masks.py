@@ -116,9 +116,8 @@ class Steps:
 
 def with_one_stage(config: MagiConfig, num_ranks: int, one_launch: bool) -> MagiConfig:
     """Captured collectives are those of one stage."""
-    return (
-        config if num_ranks == 1 else replace(config, overlap=replace(config.overlap, degree=1, one_launch=one_launch))
-    )
+    overlap = config.overlap if num_ranks == 1 else replace(config.overlap, degree=1, one_launch=one_launch)
+    return replace(config, overlap=overlap)
 
 
 def capture(

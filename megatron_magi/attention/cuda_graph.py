@@ -41,7 +41,7 @@ class StaticPlans:
     Args:
         plans: of the first microbatch, which is loaded, of queries that do not travel (`RankPlan.moves`). On several
             ranks of at most one remote stage (``OverlapConfig(degree=1)``), with ``comm.ranks_per_node`` None and
-            without ``dispatch.uneven_shard``.
+            without ``dispatch.uneven_shard``. Passes are one launch where they are in eager mode.
         device: a Hopper GPU.
         group: the ranks; None for one.
         headroom: capacity of tables, and of fetched rows, as a multiple of the longest of ``plans`` and ``samples``; at
