@@ -386,6 +386,20 @@ class StageTables(NamedTuple):
     numbers: Any
 
 
+class MaskSize(NamedTuple):
+    """One of the masks that a `ChangingMask` can be.
+
+    Attributes:
+        bands: int64 ``[n, 6]``; immutable.
+        num_keys: its keys.
+        num_rows: its rows.
+    """
+
+    bands: np.ndarray
+    num_keys: int
+    num_rows: int
+
+
 class ChangingMask(Protocol):
     """A mask that changes while its tables stay at fixed addresses in device memory, for captured launches.
 
@@ -404,10 +418,10 @@ class ChangingMask(Protocol):
     def as_bands(self) -> ChangingBands:
         """The bands that represent this mask in calls; they keep it alive."""
 
-    def why_not(self, bands: np.ndarray, num_keys: int) -> str | None:
+    def why_not(self, mask: MaskSize) -> str | None:
         """The reason why a mask does not fit; None if it fits."""
 
-    def take(self, bands: np.ndarray, num_keys: int) -> list[tuple[Tensor, Tensor]]:
+    def take(self, mask: MaskSize) -> list[tuple[Tensor, Tensor]]:
         """Sets the numbers of a mask that fits; returns the tables to copy: source and target of each."""
 
 
@@ -515,8 +529,8 @@ class Capture(Protocol):
 
     def mask(
         self,
-        samples: Sequence[tuple[np.ndarray, int]],
-        num_rows: int,
+        samples: Sequence[MaskSize],
+        most_rows: int,
         most_keys: int,
         device: torch.device,
         memory: Any,
@@ -526,9 +540,8 @@ class Capture(Protocol):
         """A mask whose tables are at fixed addresses.
 
         Args:
-            samples: bands, int64 ``[n, 6]``, and number of keys of masks that must fit. Kernels are chosen for the
-                first with a visible pair.
-            num_rows: rows of every mask.
+            samples: masks that must fit. Kernels are chosen for the first with a visible pair.
+            most_rows: most rows of a mask; results of rows that a mask does not have are undefined.
             most_keys: most keys of a mask; gradients of keys that a mask does not have are undefined.
             device: of the tables.
             memory: for numbers.

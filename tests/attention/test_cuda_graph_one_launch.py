@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_magi.attention import AttnShape, StaticPlans, prepare_batch
+from megatron_magi.attention import AttnShape, StaticPlans, distributed, prepare_batch, travel
 from megatron_magi.attention.kernel_list import needed_kernels
 from megatron_magi.backends.sm90 import kernels
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import driver
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.plan import RankPlan, make_plan
+from megatron_magi.plan import RankPlan, given_dispatch, make_plan
 from megatron_magi.runtime.lru import LruCache
 from tests import forced
 from tests.attention import test_prepared_batch
@@ -42,8 +42,9 @@ def shape_of(name: str) -> AttnShape:
     return AttnShape(*SHAPES[name], torch.bfloat16, num_sms=132)
 
 
-def plan_for(mask: AttnMask, config: MagiConfig, rank: int = 0) -> RankPlan:
-    return make_plan(mask, config, NUM_RANKS).for_rank(rank)
+def plan_for(mask: AttnMask, config: MagiConfig, rank: int = 0, *, travels: bool = False) -> RankPlan:
+    ways = [given_dispatch(name, mask.total_seqlen_q, NUM_RANKS) for name in ("contiguous", "zigzag")]
+    return make_plan(mask, config, NUM_RANKS, *(ways if travels else ())).for_rank(rank)
 
 
 def tables_of(plan: RankPlan) -> dict[str, hopper_plan.DevicePlan]:
@@ -55,12 +56,13 @@ def tables_of(plan: RankPlan) -> dict[str, hopper_plan.DevicePlan]:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "travels"), [*((name, False) for name in SHAPES), ("several heads", True)])
 @forced.free_choice
 def test_launches_are_those_of_eager_mode_and_stay_and_read_the_tables_that_it_reads(
     monkeypatch,
     one_rank_alone,
     name,
+    travels,
     deterministic,
 ):
     config, shape = config_of(deterministic=deterministic), shape_of(name)
@@ -79,7 +81,10 @@ def test_launches_are_those_of_eager_mode_and_stay_and_read_the_tables_that_it_r
             return load(device, kernel, macros, *sizes)
 
         monkeypatch.setattr(kernels, "_load", note_kernel)
-        first, *others = (plan_for(mask, config) for mask in some_masks(NUM_RANKS * ROWS)[::5])
+        monkeypatch.setattr(travel, "group_cast", distributed.group_cast)
+        masks = some_masks(NUM_RANKS * ROWS)[::5]
+        first, *others = (plan_for(mask, config, travels=travels) for mask in masks)
+        assert (first.moves is not None) == travels
         inputs = tensors(first.num_rows, shape, CPU)
         static = StaticPlans({0: first}, CPU, headroom=8)
 
