@@ -10,8 +10,8 @@ A step is a forward and a backward pass of some layers over the GPUs of one mach
 - ``at_begin``: likewise, but brought to the device when the step begins, and its launches prepared by the first layer;
 - ``due``: a new mask each step, planned when the step begins;
 - ``same``: a mask that was used in the steps before, with its plan;
-- ``captured``: as ``prepared``, and all passes of the step are one CUDA graph, captured once and replayed for each mask
-  (`StaticPlans`; on several GPUs with native collectives, and as elsewhere in one launch);
+- ``captured``: as ``prepared`` without ``like``, and all passes of the step are one CUDA graph, captured once and
+  replayed for each mask (`StaticPlans`; on several GPUs with native collectives, and as elsewhere in one launch);
 - ``captured_stages``: likewise, on several GPUs with a stage for the fetched keys. Not by default.
 
 All ways take the same masks in the same order, and nothing is known of them when a way begins. They run in turns, each
@@ -232,7 +232,8 @@ def measure(
             forget()
             steps_of[way].host_us.clear()
             brought.clear()
-            times, waits = time_steps(run_of[way], makers[way](turn * in_turn), ahead=way == "prepared")
+            ahead = way == "prepared" or way.startswith("captured")
+            times, waits = time_steps(run_of[way], makers[way](turn * in_turn), ahead)
             host_us = steps_of[way].host_us
             each = len(host_us) // in_turn  # steps of a mask, of which the last counts
             of_turn = times, host_us[each - 1 :: each][WARM_UP:], brought[WARM_UP:], waits
