@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_magi.attention import AttnShape, StaticPlans, distributed, prepare_batch, travel
+from megatron_magi.attention import AttnShape, StaticPlans, distributed, fused_comm, prepare_batch, travel
 from megatron_magi.attention.kernel_list import needed_kernels
 from megatron_magi.backends.sm90 import kernels
 from megatron_magi.backends.sm90 import plan as hopper_plan
@@ -171,6 +171,31 @@ def test_a_batch_prepared_for_them_has_all_tables_that_loading_takes(monkeypatch
                 patch.setattr(hopper_plan.HostPlan, "schedule", lambda *_: pytest.fail("made when it is loaded"))
                 assert static._static[0].why_not(batch.plans[0]) is None
                 static._load(batch.plans)
+
+
+@forced.free_choice
+def test_a_forward_that_goes_by_stages_reads_their_tables(monkeypatch, one_rank_alone):
+    """As where several ranks fetch much; the backward is one launch."""
+    config, shape, total = config_of(), shape_of("several heads"), NUM_RANKS * ROWS
+    first, second = (plan_for(documents(seed, 8, total), config) for seed in (99, 3))
+    monkeypatch.setattr(fused_comm.Fetched, "forward_pays", lambda *_: False)
+    with fake_driver(monkeypatch) as launched:
+        inputs = tensors(first.num_rows, shape, CPU)
+        static = StaticPlans({0: first}, CPU, headroom=8)
+        attend(inputs, static.plans[0], config, group=one_rank_alone)
+        assert launched[:2] == ["forward", "forward"] and "get_rows" in launched[2:]
+        made = static._static[0]
+        assert all(mask.is_read for mask in (*made.masks, made.joined))
+        batch = prepare_batch({0: second}, shape, config, like=static.facts)
+        batch.to(CPU)
+        with monkeypatch.context() as patch:
+            patch.setattr(hopper_plan, "make_host_plan", lambda *_: pytest.fail("made when it is loaded"))
+            assert made.why_not(batch.plans[0]) is None
+            static._load(batch.plans)
+        for mask, bands in zip(made.masks, second.bands, strict=True):
+            for tiling, room in mask._plans.items():
+                check_begins_with(room, mask._source(tiling, mask._now))
+            assert mask._now.bands.tobytes() == bands.tobytes()
 
 
 def test_plans_that_ask_for_stages_get_stages():
