@@ -3,15 +3,16 @@
     python -m benchmarks.distributed.bench_new_masks [--csv FILE] [--cases NAME ...] [--ways NAME ...]
         [--layers N] [--steps N] [--turns N] [--comm IMPL ...]
 
-A step is a forward and a backward pass of some layers over the GPUs of one machine, of packed documents. Five ways:
+A step is a forward and a backward pass of some layers over the GPUs of one machine, of packed documents. Ways:
 
 - ``prepared``: a new mask each step, prepared ahead by worker processes of a data loader (`prepare_batch`), and
   brought to the device while it is busy with the step before (`PreparedBatch.to` with ``like``);
 - ``at_begin``: likewise, but brought to the device when the step begins, and its launches prepared by the first layer;
 - ``due``: a new mask each step, planned when the step begins;
 - ``same``: a mask that was used in the steps before, with its plan;
-- ``captured``: as ``prepared``, and all passes of the step are one CUDA graph, captured once and replayed for each mask
-  (`StaticPlans`; on several GPUs with one stage and native collectives).
+- ``captured``: as ``prepared`` without ``like``, and all passes of the step are one CUDA graph, captured once and
+  replayed for each mask (`StaticPlans`; on several GPUs with native collectives, and as elsewhere in one launch);
+- ``captured_stages``: likewise, on several GPUs with a stage for the fetched keys. Not by default.
 
 All ways take the same masks in the same order, and nothing is known of them when a way begins. They run in turns, each
 over some masks, so that a machine whose speed drifts favors none. Reported is the median over the masks of the slowest
@@ -113,9 +114,10 @@ class Steps:
         return run
 
 
-def with_one_stage(config: MagiConfig, num_ranks: int) -> MagiConfig:
+def with_one_stage(config: MagiConfig, num_ranks: int, one_launch: bool) -> MagiConfig:
     """Captured collectives are those of one stage."""
-    return config if num_ranks == 1 else replace(config, overlap=replace(config.overlap, degree=1, one_launch=False))
+    overlap = config.overlap if num_ranks == 1 else replace(config.overlap, degree=1, one_launch=one_launch)
+    return replace(config, overlap=overlap)
 
 
 def capture(
@@ -198,7 +200,6 @@ def measure(
     cost = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
     config = MagiConfig(overlap=OverlapConfig(cost=cost), comm=CommConfig(impl=comm))
     shape = AttnShape(HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, torch.bfloat16).kernels_for(torch.device("cuda", rank))
-    one_stage = with_one_stage(config, num_ranks)
 
     def plan_of(seed: int, config: MagiConfig = config) -> RankPlan:
         return make_plan(make_mask(name, total, num_ranks, seed), config, num_ranks).for_rank(rank)
@@ -225,12 +226,14 @@ def measure(
     for turn in range(num_turns):
         for way in ways if turn % 2 == 0 else reversed(ways):
             if way not in makers:  # after ways that let the memory of collectives grow
+                one_stage = with_one_stage(config, num_ranks, way == "captured")
                 steps_of[way], run_of[way], facts = capture(rank, plan_of(0, one_stage), num_layers, one_stage)
                 makers[way] = partial(prepared, config=one_stage, facts=facts, ahead=False)
             forget()
             steps_of[way].host_us.clear()
             brought.clear()
-            times, waits = time_steps(run_of[way], makers[way](turn * in_turn), ahead=way == "prepared")
+            ahead = way == "prepared" or way.startswith("captured")
+            times, waits = time_steps(run_of[way], makers[way](turn * in_turn), ahead)
             host_us = steps_of[way].host_us
             each = len(host_us) // in_turn  # steps of a mask, of which the last counts
             of_turn = times, host_us[each - 1 :: each][WARM_UP:], brought[WARM_UP:], waits
@@ -284,7 +287,13 @@ def main() -> None:
     parser.add_argument("--csv", help="also write the rows to this file")
     cases = [f"{name}:{tokens}" for tokens in (8192, 32768) for name in ("64", "short", "8", "causal")]
     parser.add_argument("--cases", nargs="*", default=cases, help="documents (a number, short, causal):tokens a GPU")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="rates are to those of the first")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=list(WAYS),
+        choices=[*WAYS, "captured_stages"],
+        help="rates are to those of the first",
+    )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--steps", type=int, default=16, help="that count, in a turn of a way")
     parser.add_argument("--turns", type=int, default=3)

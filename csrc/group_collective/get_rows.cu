@@ -6,7 +6,8 @@
 // (arrivals.cuh). The other blocks publish the rows that other ranks need: they copy them into this rank's slot, each
 // at its own row index, and signal them chunk by chunk (peers.cuh).
 //
-// The next kernel may start as soon as all blocks of this one are resident. Rows of a rank that times out become NaN.
+// The next kernel may start as soon as all blocks of this one are resident, and rows behind the pulled ones that it may
+// read are cleared. Rows of a rank that times out become NaN.
 //
 // Compile-time: UNIT (bytes of an access to published rows).
 
@@ -28,7 +29,8 @@ struct GetParams {
   i64 chunk_shift;  // log2 of the row indices of a chunk that has a flag of its own, kLog2ChunkRows or more
   ArrivalFlags* flags;
   i64 part_rows;
-  i64 pullers;  // thread blocks that pull
+  i64 pullers;      // thread blocks that pull
+  i64 num_cleared;  // rows behind the pulled ones that are set to zero before the next kernel starts
 };
 
 constexpr int kThreads = 512, kLog2ChunkRows = 4, kLoads = 8;
@@ -210,11 +212,28 @@ DEVICE void pull(const GetParams& p, u32 call, u32 warp, u32 num_warps, u32 ring
   for (; stores.any(); stores.advance()) store_piece(s, stores.row, stores.piece, 0);  // only after a timeout: NaN
 }
 
+// Run by all threads: zeros behind the pulled rows, which the TMA of the next kernel may read when it starts.
+DEVICE void clear_behind(const GetParams& p) {
+  const i64 first = *p.num_pulled;
+#pragma unroll
+  for (int i = 0; i < kMaxTensors; ++i) {
+    const u32 units = (i + 1 < kMaxTensors ? p.to.begin[i + 1] : p.to.units) - p.to.begin[i];
+    const u32 count = static_cast<u32>(p.num_cleared) * units;
+    for (u32 at = blockIdx.x * kThreads + threadIdx.x; at < count; at += gridDim.x * kThreads)
+      reinterpret_cast<uint4*>(p.to.rows[i] + (first + at / units) * p.to.stride[i])[at % units] = {0, 0, 0, 0};
+  }
+  // Orders these writes before the async proxy.
+  asm volatile("fence.proxy.async;" ::: "memory");
+  __threadfence();
+  __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_get_rows(const __grid_constant__ GetParams p) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ u64 barriers[kPullWarps][kDepth];
   Control* mine = p.peers.control[p.peers.rank];
   const u32 call = mine->calls_published + 1, thread = threadIdx.x, pullers = static_cast<u32>(p.pullers);
+  if (p.num_cleared) clear_behind(p);
   if (thread == 0) {
     if (blockIdx.x == 0) {
       // Attention reads this word. It starts after all blocks have called let_next_kernel_start, so it sees this value.

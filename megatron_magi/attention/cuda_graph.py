@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.attention.collective_args import plan_casts
-from megatron_magi.backends.base import Backend, ChangingMemory, copy_tables, refuse_capture
+from megatron_magi.attention.collective_args import joined_transfer, plan_casts
+from megatron_magi.attention.fused_comm import joined_bands, may_join
+from megatron_magi.attention.prepared_batch import StaticFacts
+from megatron_magi.attention.static_moves import StaticMoves
+from megatron_magi.backends.base import Backend, ChangingMask, ChangingMemory, MaskSize, copy_tables, refuse_capture
 from megatron_magi.checks import number
 from megatron_magi.comm.agreement import start_agreement, told
 from megatron_magi.comm.group_collective import GroupCastArgs, raise_failure
@@ -37,9 +40,10 @@ class StaticPlans:
     first plans and used for all masks. Making it is collective over the group.
 
     Args:
-        plans: of the first microbatch, which is loaded, of queries that do not travel (`RankPlan.moves`). On several
-            ranks of at most one remote stage (``OverlapConfig(degree=1)``), with ``comm.ranks_per_node`` None and
-            without ``dispatch.uneven_shard``.
+        plans: of the first microbatch, which is loaded. On several ranks of at most one remote stage
+            (``OverlapConfig(degree=1)``), with ``comm.ranks_per_node`` None and without ``dispatch.uneven_shard`` and
+            groups of heads (`RankPlan.head_groups`). Passes are one launch where they are in eager mode. Queries of
+            other microbatches can travel (`RankPlan.moves`) if those of ``plans`` or of a sample do.
         device: a Hopper GPU.
         group: the ranks; None for one.
         headroom: capacity of tables, and of fetched rows, as a multiple of the longest of ``plans`` and ``samples``; at
@@ -91,7 +95,7 @@ class StaticPlans:
                 start_agreement(hash(counts) % (1 << 63), self._group, what).wait()
         self._static = made
         self.plans: dict[Hashable, RankPlan] = {name: static.plan for name, static in made.items()}
-        self.facts = {name: tuple(mask.facts for mask in static.masks) for name, static in made.items()}
+        self.facts = {name: static.facts for name, static in made.items()}
         self._load(plans)
 
     def load(self, plans: Mapping[Any, RankPlan]) -> str | None:
@@ -159,6 +163,7 @@ class _StaticPlan:
     Attributes:
         plan: represents the plan of the microbatch that was loaded last.
         masks: one for each stage.
+        joined: over own keys and the fetched ones, for calls that are one launch; None if none is.
         room: of the collectives, in rows, see `GroupCastArgs.most`; None for one rank.
     """
 
@@ -175,9 +180,9 @@ class _StaticPlan:
         cp_size, num_rows = plan.cp_size, plan.num_rows
         if any((sample.cp_size, sample.num_rows) != (cp_size, num_rows) for sample in samples):
             raise ValueError(f"samples: {name!r} has other numbers of rows or ranks than the first")
-        if any(sample.moves is not None for sample in samples):
-            raise ValueError(f"plans: queries of {name!r} travel, those of static plans do not; {_AT_HOME}")
-        self._device, self._args, most_keys = device, None, [num_rows]
+        if any(sample.head_groups > 1 for sample in samples):
+            raise ValueError(f"plans: groups of heads of {name!r} travel apart, those of static plans do not")
+        self._device, self._args, self._moves, most_keys = device, None, None, [num_rows]
         runtime = Runtime()
         if cp_size > 1:
             if plan.degree > 1:
@@ -193,20 +198,38 @@ class _StaticPlan:
             most_keys.append(self._args.args.num_recv)
             runtime = Runtime(casts={device: (self._args.args,)}, tail=self._args.tail)
         self.room = None if self._args is None else self._args.args.most
+        moves = next((sample.moves for sample in samples if sample.moves is not None), None)
+        if moves is not None:
+            self._moves = StaticMoves(samples, device, headroom)
+            runtime.moves[device] = self._moves.args
+            self.room = self.room, self._moves.room
+        most_rows = num_rows if self._moves is None else self._moves.num_queries
         assert backend.capture is not None
         stages = zip(*(_stages(sample, len(most_keys)) for sample in samples), strict=True)
         self.masks = [
-            backend.capture.mask(masks, num_rows, most, device, memory, headroom)
+            backend.capture.mask(masks, most_rows, most, device, memory, headroom)
             for masks, most in zip(stages, most_keys, strict=True)
         ]
+        self.joined, self._programs = None, backend.programs
+        if self._programs is not None and may_join(plan):
+            joined = [self._joined(sample) for sample in samples]
+            most = sum(most_keys)
+            self.joined = backend.capture.mask(joined, most_rows, most, device, memory, headroom, num_rows)
+            runtime.joined_bands = self.joined.as_bands()
         self.plan = replace(
             plan,
             bands=tuple(mask.as_bands() for mask in self.masks),
             joined=None,
-            one_launch=False,
+            one_launch=self.joined is not None,
+            moves=moves,
             schedule=make_schedule(len(self.masks) - 1),
             runtime=runtime,
         )
+
+    @property
+    def facts(self) -> StaticFacts:
+        """For `prepare_batch`."""
+        return StaticFacts(tuple(mask.facts for mask in self.masks), None if self.joined is None else self.joined.facts)
 
     def why_not(self, plan: RankPlan) -> str | None:
         """The reason why another plan does not fit; None if it fits."""
@@ -214,19 +237,37 @@ class _StaticPlan:
             return (
                 f"it has {plan.num_rows} rows, of {plan.cp_size} ranks, not {self.plan.num_rows} of {self.plan.cp_size}"
             )
-        if plan.moves is not None:
-            return f"its queries travel; {_AT_HOME}"
+        if plan.moves is not None and self._moves is None:
+            return f"its queries travel, those of the first plans do not; {_AT_HOME}"
+        if plan.head_groups > 1:
+            return "groups of its heads travel apart"
         if plan.degree >= len(self.masks):
             return f"it has {plan.degree} remote stages, not {len(self.masks) - 1}"
         reason = None if self._args is None else self._args.why_not(self._cast(plan))
-        reasons = (mask.why_not(*stage) for mask, stage in zip(self.masks, _stages(plan, len(self.masks)), strict=True))
+        if reason is None and self._moves is not None:
+            reason = self._moves.why_not(plan)
+        reasons = (mask.why_not(given) for mask, given in self._read(plan))
         return reason or next(filter(None, reasons), None)
 
     def take(self, plan: RankPlan) -> list[tuple[Tensor, Tensor]]:
         """The copies that load a plan that fits."""
-        pairs = zip(self.masks, _stages(plan, len(self.masks)), strict=True)
-        tables = [table for mask, stage in pairs for table in mask.take(*stage)]
+        tables = [table for mask, given in self._read(plan) for table in mask.take(given)]
+        if self._moves is not None:
+            tables += self._moves.take(plan)
         return tables if self._args is None else [*tables, *self._args.take(self._cast(plan))]
+
+    def _read(self, plan: RankPlan) -> list[tuple[ChangingMask, MaskSize]]:
+        """The masks, with those of a plan that are loaded into them."""
+        if plan.runtime.keep_stage_tables is not None and any(mask.is_read for mask in self.masks):
+            plan.runtime.keep_stage_tables()
+        found = list(zip(self.masks, _stages(plan, len(self.masks)), strict=True))
+        return found if self.joined is None else [*found, (self.joined, self._joined(plan))]
+
+    def _joined(self, plan: RankPlan) -> MaskSize:
+        """The mask over own keys and the fetched ones."""
+        assert self._programs is not None
+        num_fetched = joined_transfer(plan).num_recv if plan.degree else 0
+        return MaskSize(joined_bands(plan, self._programs), plan.num_rows + num_fetched, plan.num_queries)
 
     def _cast(self, plan: RankPlan) -> GroupCastArgs | None:
         """The cast of the remote stage; None if no rank fetches anything."""
@@ -240,8 +281,8 @@ def _check_names(expected: Mapping[Any, RankPlan], plans: Mapping[Any, RankPlan]
         raise ValueError(f"plans: expected {', '.join(map(repr, expected))}, got {', '.join(map(repr, plans))}")
 
 
-def _stages(plan: RankPlan, num_stages: int) -> list[tuple[np.ndarray, int]]:
-    """Bands and number of keys of each stage, including a stage that fetches nothing."""
-    num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
-    stages = list(zip(plan.bands, num_keys, strict=True))
-    return stages + [(_NOTHING, 0)] * (num_stages - len(stages))
+def _stages(plan: RankPlan, num_stages: int) -> list[MaskSize]:
+    """The mask of each stage, including a stage that fetches nothing."""
+    num_keys, num_rows = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)], plan.num_queries
+    stages = [MaskSize(bands, count, num_rows) for bands, count in zip(plan.bands, num_keys, strict=True)]
+    return stages + [MaskSize(_NOTHING, 0, num_rows)] * (num_stages - len(stages))

@@ -452,6 +452,7 @@ def _attend_everywhere(
     of_rows = [q, sink] if sink is not None and call.sink_layout == "ssh" else [q]
     q, *of_rows = travel.to_hosts(of_rows, call.group, call.comm_impl)
     (out, lse, max_logits), saved_keys = _attend(q, k, v, of_rows[0] if of_rows else sink, call)
+    cleared([out], travel.tail)  # delta of rows that hold nothing must be finite
     home = travel.to_homes([out, lse], call.group, call.comm_impl)
     return (*home, max_logits), (q, out, lse), saved_keys
 

@@ -20,7 +20,7 @@ from megatron_magi.comm.fused_steps import get_step, put_step
 from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.row_memory import with_rows
-from megatron_magi.comm.transport import may_use_peer_memory
+from megatron_magi.comm.transport import FOR_CAPTURES, may_use_peer_memory
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch_list import Place, Step
 from megatron_magi.cuda.layout import Layout
@@ -89,6 +89,7 @@ def program_of(
     makers: LruCache[tuple, Any],
 ) -> Program:
     """The program of a plan; ``group`` as in `Fetched`, ``makers`` as in `Programs.of_plan`."""
+    impl = impl if plan.runtime.tail is None else FOR_CAPTURES
     transfer = Fetched(joined_cast(plan, device), group, impl) if plan.degree else None
     is_prepared, numbers = bool(plan.runtime.tables), plan.runtime.mask_numbers
     return programs.of_plan(joined_bands(plan, programs), plan.num_rows, makers, transfer, is_prepared, numbers)
@@ -138,10 +139,15 @@ def pays(plan: RankPlan, dims: tuple[int, int], programs: Programs | None, impl:
         programs: of the backend.
         impl: of the collectives.
     """
-    if programs is None or not plan.one_launch:
-        return False
-    if not plan.degree or plan.schedule.saved_stage is not None or plan.schedule.forward[-1].stage == 0:
-        return False  # the backward reuses a stage's keys (hide_tail_reduce), or stages must not overlap
-    if plan.transfers[0].levels is not None or not programs.reads_in_place(dims):
+    if programs is None or not may_join(plan) or not programs.reads_in_place(dims):
         return False
     return may_use_peer_memory(plan.cp_size, impl)
+
+
+def may_join(plan: RankPlan) -> bool:
+    """Whether a plan lets the keys of all its stages arrive during one launch; the same on all ranks."""
+    if not plan.one_launch or not plan.degree:
+        return False
+    if plan.schedule.saved_stage is not None or plan.schedule.forward[-1].stage == 0:
+        return False  # the backward reuses a stage's keys (hide_tail_reduce), or stages must not overlap
+    return plan.transfers[0].levels is None

@@ -48,6 +48,8 @@ def needed_kernels(
     one_launch = config.overlap.one_launch and programs is not None and may_use_peer_memory(cp_size, config.comm.impl)
     if one_launch:
         found += backend.kernels(model, fused=True)
+        if captured:
+            found += backend.kernels(model, fused=True, captured=True)
     # Rows of heads are multiples of 16 bytes.
     units = (16, 8, 4) if rolls else (16,)
     found += [cuda_rows.gather_source(unit) for unit in units]

@@ -82,6 +82,18 @@ class AttnShape(NamedTuple):
         return None if self.num_sms is None else backend_that("tables", self.backend)
 
 
+class StaticFacts(NamedTuple):
+    """The facts by which static plans choose kernels and tile shapes (`ChangingMask.facts`).
+
+    Attributes:
+        stages: one for each stage.
+        joined: of own keys and those of all stages, if passes are one launch; else None.
+    """
+
+    stages: tuple[Any, ...]
+    joined: Any = None
+
+
 class _Closed(Sendable[tuple[MaskTables, ...]]):
     """Tables that stay packed after transfer until first use."""
 
@@ -235,7 +247,7 @@ def prepare_batch(
     arrays: Mapping[str, np.ndarray] | None = None,
     *,
     needs_backward: bool = True,
-    like: Mapping[Any, Sequence[Any]] | None = None,
+    like: Mapping[Any, StaticFacts] | None = None,
 ) -> PreparedBatch:
     """Prepares a microbatch on the CPU.
 
@@ -245,8 +257,7 @@ def prepare_batch(
         config: how the plans were made and will be run.
         arrays: other arrays for the same copy, such as positions.
         needs_backward: False if no gradients are needed.
-        like: `StaticPlans.facts`, if these plans will be loaded into static plans: by plan and stage, the facts by
-            which kernels and tile shapes are chosen.
+        like: `StaticPlans.facts`, if these plans will be loaded into static plans: by plan.
 
     Raises:
         ValueError: an argument is of another type, or a plan has more stages than what it is to be like; the message
@@ -261,7 +272,7 @@ def prepare_plans(
     config: MagiConfig,
     *,
     needs_backward: bool = True,
-    like: Mapping[Any, Sequence[Any]] | None = None,
+    like: Mapping[Any, StaticFacts] | None = None,
 ) -> PreparedPlans:
     """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
     if not isinstance(plans, Mapping):
@@ -269,8 +280,9 @@ def prepare_plans(
     known = {} if like is None else like
     for name, plan in plans.items():
         instance(plan, f"plans[{name!r}]", RankPlan)
-        if len(known.get(name, plan.bands)) < len(plan.bands):
-            most = len(known[name]) - 1
+        stages = known[name].stages if name in known else plan.bands
+        if len(stages) < len(plan.bands):
+            most = len(stages) - 1
             raise ValueError(f"plans: {name!r} has {plan.degree} remote stages, what it is prepared like has {most}")
     instance(shape, "shape", AttnShape)
     instance(config, "config", MagiConfig)
@@ -288,7 +300,7 @@ def _prepare_plan(
     config: MagiConfig,
     needs_backward: bool,
     arrays: list[np.ndarray],
-    like: Sequence[Any] | None,
+    like: StaticFacts | None,
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
     shape = shape.of_group(plan.head_groups)
@@ -309,11 +321,12 @@ def _prepare_plan(
         num_rows=plan.num_queries,
         num_keys=(plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)),
         first_backward=next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND),
-        facts=None if like is None else like[: len(plan.bands)],
+        facts=None if like is None else like.stages[: len(plan.bands)],
         is_fused=is_fused,
         is_alone=is_alone(plan, dims, programs),
         joined=joined_bands(plan, programs) if is_fused and programs is not None else None,
         num_fetched=joined_transfer(plan).num_recv if plan.degree else 0,
+        joined_facts=None if like is None else like.joined,
     )
     made = backend.tables.make(masks, _table_use(plan, shape, config, needs_backward))
     arrays += made.arrays

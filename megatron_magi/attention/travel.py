@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_magi.attention.collective_args import cast_args
+from megatron_magi.attention.collective_args import cast_args, cleared
 from megatron_magi.comm.group_collective import Args, group_cast
 from megatron_magi.plan import RankPlan
 from megatron_magi.runtime.upload import upload
@@ -22,12 +22,14 @@ class TravelArgs(NamedTuple):
         back: sends results of guests to their homes.
         rows: row of the shard of each row that comes back, int64.
         num_rows: rows of the shard; guests follow them.
+        tail: of a static plan: rows after the guests, to be zeroed; else None.
     """
 
     there: Args
     back: Args
     rows: torch.Tensor
     num_rows: int
+    tail: torch.Tensor | None = None
 
     def to_hosts(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, impl: str) -> list[torch.Tensor]:
         """The rows of this rank and those of its guests, ``[num_rows + num_guests, ...]``; the tensors themselves if
@@ -46,7 +48,7 @@ class TravelArgs(NamedTuple):
             into[: self.num_rows].copy_(x)  # while guests travel
         for into, guests in zip(both, coming.wait(), strict=True):
             into[self.num_rows :].copy_(guests)
-        return both
+        return cleared(both, self.tail)
 
     def to_homes(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, impl: str) -> list[torch.Tensor]:
         """The rows of this rank, ``[num_rows, ...]``: the tensors if it has no guests, otherwise views. Collective.

@@ -331,6 +331,7 @@ class StageMasks(NamedTuple):
         is_alone: passes are one launch, as no rank fetches anything.
         joined: if `is_fused`: bands over own keys and those of all stages, from `Programs.first_fetched` on.
         num_fetched: keys of all stages.
+        joined_facts: as ``facts``, for `joined`; None without.
     """
 
     bands: tuple[np.ndarray, ...]
@@ -342,6 +343,7 @@ class StageMasks(NamedTuple):
     is_alone: bool
     joined: np.ndarray | None
     num_fetched: int
+    joined_facts: Any = None
 
 
 class TableUse(NamedTuple):
@@ -389,6 +391,20 @@ class StageTables(NamedTuple):
     numbers: Any
 
 
+class MaskSize(NamedTuple):
+    """One of the masks that a `ChangingMask` can be.
+
+    Attributes:
+        bands: int64 ``[n, 6]``; immutable.
+        num_keys: its keys.
+        num_rows: its rows.
+    """
+
+    bands: np.ndarray
+    num_keys: int
+    num_rows: int
+
+
 class ChangingMask(Protocol):
     """A mask that changes while its tables stay at fixed addresses in device memory, for captured launches.
 
@@ -400,13 +416,17 @@ class ChangingMask(Protocol):
     backend: str
     facts: Any
 
+    @property
+    def is_read(self) -> bool:
+        """Whether calls have read its tables."""
+
     def as_bands(self) -> ChangingBands:
         """The bands that represent this mask in calls; they keep it alive."""
 
-    def why_not(self, bands: np.ndarray, num_keys: int) -> str | None:
+    def why_not(self, mask: MaskSize) -> str | None:
         """The reason why a mask does not fit; None if it fits."""
 
-    def take(self, bands: np.ndarray, num_keys: int) -> list[tuple[Tensor, Tensor]]:
+    def take(self, mask: MaskSize) -> list[tuple[Tensor, Tensor]]:
         """Sets the numbers of a mask that fits; returns the tables to copy: source and target of each."""
 
 
@@ -514,23 +534,25 @@ class Capture(Protocol):
 
     def mask(
         self,
-        samples: Sequence[tuple[np.ndarray, int]],
-        num_rows: int,
+        samples: Sequence[MaskSize],
+        most_rows: int,
         most_keys: int,
         device: torch.device,
         memory: Any,
         headroom: float,
+        num_own: int | None = None,
     ) -> ChangingMask:
         """A mask whose tables are at fixed addresses.
 
         Args:
-            samples: bands, int64 ``[n, 6]``, and number of keys of masks that must fit. Kernels are chosen for the
-                first with a visible pair.
-            num_rows: rows of every mask.
+            samples: masks that must fit. Kernels are chosen for the first with a visible pair.
+            most_rows: most rows of a mask; results of rows that a mask does not have are undefined.
             most_keys: most keys of a mask; gradients of keys that a mask does not have are undefined.
             device: of the tables.
             memory: for numbers.
             headroom: capacity as a multiple of the longest tables of these masks, at least 1.
+            num_own: own keys of masks over own keys and those of all stages (`StageMasks.joined`), for `Programs`;
+                None for the mask of one stage.
         """
 
 

@@ -19,7 +19,7 @@ from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import WIDEST, can_add
 from megatron_magi.comm.slots import sent_shift, slot_row_bytes
-from megatron_magi.cuda.arriving import Arriving, part_rows
+from megatron_magi.cuda.arriving import READ_BEHIND, Arriving, part_rows
 from megatron_magi.cuda.launch_list import Place, Step
 from megatron_magi.cuda.layout import Like
 
@@ -28,7 +28,7 @@ _NUM_CHUNKS = 16  # byte offset in `PeerTables.counts`, whose first entry is the
 _MOST_KNOWN = 64
 _OF_GET = {
     "rows": "published", "starts": "published.starts", "num_chunks": "published.num_chunks", "places": "fetch",
-    "num_pulled": "fetch.num_rows", "part_rows": "later.part_rows",
+    "num_pulled": "fetch.num_rows", "part_rows": "later.part_rows", "num_cleared": "fetch.num_cleared",
 }  # fmt: skip
 _OF_PUT = {
     "sent": "sums.index", "route": "sums.routes", "rows": "sums.rows", "starts": "sums.starts",
@@ -112,7 +112,7 @@ def _get_numbers(args: GroupCastArgs) -> dict[str, int]:
     return {
         "published": tables.published.data_ptr(), "published.starts": tables.starts.data_ptr(),
         "published.num_chunks": counts + _NUM_CHUNKS, "fetch": tables.fetch.data_ptr(), "fetch.num_rows": counts,
-        "later.part_rows": part_rows(args.num_recv),
+        "later.part_rows": part_rows(args.num_recv), "fetch.num_cleared": READ_BEHIND if args.is_static else 0,
     }  # fmt: skip
 
 

@@ -15,6 +15,10 @@ MOST_PARTS = 16
 FLAG_BYTES = 2 * 4 * MOST_PARTS
 """Size of ArrivalFlags there."""
 _LEAST_PART_ROWS = 256
+READ_BEHIND = 128
+"""Rows behind the last that a waiting kernel may read if their number is not known when it is launched: those of its
+largest tile or block of keys. The fetching kernel clears them.
+"""
 
 
 class Arriving(NamedTuple):

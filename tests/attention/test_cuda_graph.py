@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_magi import api
 from megatron_magi.attention import AttnShape, StaticPlans, distributed_attention, prepare_batch
-from megatron_magi.attention.cuda_graph import _StaticPlan
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.plan import device_plan, schedule_of
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
@@ -22,6 +23,7 @@ from tests.backends.sm90.fake_driver import fake_driver
 ROWS = 1024
 CPU = torch.device("cpu")
 ONE_STAGE = OverlapConfig(degree=1, one_launch=False)
+ONE_LAUNCH = OverlapConfig(degree=1, one_launch=True)
 CONFIG = MagiConfig(attend=AttendConfig(impl="ffa"))
 
 
@@ -347,8 +349,14 @@ def test_a_static_key_is_of_one_group_and_configuration():
         api.make_static_key(static)
 
 
-def test_plans_whose_queries_travel_are_refused_by_name():
+def test_queries_that_travel_where_those_of_the_first_plans_do_not_are_refused_by_name():
     home, hosts = (given_dispatch(name, 64, 2) for name in ("contiguous", "zigzag"))
-    plan = make_plan(builders.causal(64), MagiConfig(overlap=ONE_STAGE), 2, home, hosts).for_rank(0)
-    with pytest.raises(ValueError, match=r"^plans: queries of 'a' travel.*dispatch.queries=\"home\""):
-        _StaticPlan("a", [plan], CPU, None, None, 2.0)
+    mask, config = builders.causal(64), MagiConfig(overlap=ONE_STAGE)
+    static = StaticPlans({"a": make_plan(mask, config, 2, home).for_rank(0)}, CPU)
+    plan = make_plan(mask, config, 2, home, hosts).for_rank(0)
+    reason = static._static["a"].why_not(plan)
+    assert reason == 'its queries travel, those of the first plans do not; plan it with dispatch.queries="home"'
+    groups = replace(plan, head_groups=2)
+    with pytest.raises(ValueError, match=r"^plans: groups of heads of 'a' travel apart, those of static plans do not"):
+        StaticPlans({"a": groups}, CPU)
+    assert StaticPlans({"a": plan}, CPU)._static["a"].why_not(groups) == "groups of its heads travel apart"

@@ -186,7 +186,9 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
     const u32 kv = smem_address(&s.kv_full);
     barrier_expect_bytes(kv, kBytesKV);
 #if STREAM_KV
-    waiter.await(p.arrival_barrier, item.row - p.arrival_barrier.first + item.rows);
+    // Also for hidden keys behind the tile, which are loaded with it: NaN in memory that they have not yet filled would
+    // reach dQ (0 * NaN).
+    waiter.await(p.arrival_barrier, NUM_ARRIVING(p), item.row - p.arrival_barrier.first + kTileKeys);
 #endif
     load_panels<kHeadDim / kPanel>(&OF_KEY(p, item.row, k), smem_address(s.k), kTileKeys * kPanelRowBytes,
                                    row_of_key(p, item.row), head_kv, kv);

@@ -67,7 +67,7 @@ struct Loader {
   DEVICE void block(int key, int head_kv, int flags, int segment, const int4& item) {
     u32 bar = arrive_keys(s.blocks, k_stage, p, key, flags, segment, item, kBytesK);
 #if STREAM_KV
-    waiter.await(p.arrival_barrier, key - p.arrival_barrier.first + kKeys);
+    waiter.await(p.arrival_barrier, NUM_ARRIVING(p), key - p.arrival_barrier.first + kKeys);
 #endif
     load_panels<kHeadDim / kPanel>(&OF_KEY(p, key, k), smem_address(s.k[k_stage.index]), kKeys * kPanelRowBytes,
                                    row_of_key(p, key), head_kv, bar);

@@ -105,7 +105,7 @@ struct Loader {
   DEVICE void block(int key, int head_kv, int flags, int segment, const int4& item) {
     const u32 bar = arrive_keys(s.blocks, k_stage, p, key, flags, segment, item, kBytesK);
 #if STREAM_KV
-    waiter.await(p.arrival_barrier, key - p.arrival_barrier.first + kBlockN);
+    waiter.await(p.arrival_barrier, NUM_ARRIVING(p), key - p.arrival_barrier.first + kBlockN);
 #endif
     load_panels<kHeadDim / kPanel>(&OF_KEY(p, key, k), smem_address(s.k[k_stage.index]), kBlockN * kPanelRowBytes,
                                    row_of_key(p, key), head_kv, bar);

@@ -10,7 +10,8 @@
 struct MaskNumbers {
   int num_tiles, num_items, num_split;  // num_split: the first tiles, whose dK and dV are accumulated in device memory
   int step, heads_inner;
-  int unused[3];
+  int num_arriving;  // keys that arrive while the kernel runs (STREAM_KV)
+  int unused[2];
 };
 
 // `p`: parameters with a TilePlan named plan.

@@ -25,6 +25,12 @@ DEVICE void load_panels(const TensorMap* map, u32 smem, u32 panel_bytes, int row
 #else
 #define OF_KEY(p, key, name) ((p).name)
 #endif
+// The number of these keys.
+#if CAPTURED
+#define NUM_ARRIVING(p) (__ldg(&(p).plan.numbers->num_arriving))
+#else
+#define NUM_ARRIVING(p) ((p).arrival_barrier.num_rows)
+#endif
 template <typename Params>
 DEVICE int row_of_key(const Params& p, int key) {
 #if STREAM_KV

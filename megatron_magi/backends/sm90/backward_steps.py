@@ -157,8 +157,7 @@ class BackwardSteps:
         scale = self._options.softmax_scale * LOG2_E
         kernel, heads = hopper_kernels.preprocess(captured), _STATS_HEADS
         if out is not None:
-            assert not captured
-            kernel, heads = hopper_kernels.preprocess_delta(out.dtype, out.shape[2]), _DELTA_HEADS
+            kernel, heads = hopper_kernels.preprocess_delta(out.dtype, out.shape[2], captured), _DELTA_HEADS
         params = kernel.params(
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
             num_rows=num_rows, num_heads=num_heads, stats_row=self._stats_row, log2_packed=packed.bit_length() - 1,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.backends.base import ChangingBands, copy_tables, refuse_capture
+from megatron_magi.backends.base import ChangingBands, MaskSize, copy_tables, refuse_capture
+from megatron_magi.backends.sm90 import mask_numbers as of_mask
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
 from megatron_magi.backends.sm90.support import COUNTER_BYTES
 from megatron_magi.mask import bands as bd
 
-_NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner")
+_NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner", "num_arriving")
 """Fields of MaskNumbers (`mask_numbers.cuh`), in its order."""
 _NUMBERS_WORDS = 8
 _MOST_NUMBERS = 256
@@ -76,6 +77,8 @@ class StaticMemory:
         self._numbers[: self._num_used].copy_(used, non_blocking=True)
 
 
+Refit = Callable[[int], Tiling]
+"""The tiling of a mask of which so many keys arrive."""
 Table = tuple[Tensor, Tensor]
 """A table of a mask, and the buffer that it is copied to, which may be longer."""
 
@@ -121,13 +124,14 @@ class StaticMask:
     Launches with `bands` read them. The first calls, before a graph is captured, determine kernels and tables.
 
     Args:
-        samples: bands, int64 ``[n, 6]``, and number of keys of masks that must fit. Kernels are chosen for the first
-            with a visible pair.
-        num_rows: rows of every mask.
+        samples: masks that must fit. Kernels are chosen for the first with a visible pair.
+        most_rows: most rows of a mask; results of rows that a mask does not have are undefined.
         most_keys: most keys of a mask; gradients of keys that a mask does not have are undefined.
         device: of the tables.
         memory: for numbers.
         headroom: capacity as a multiple of the longest tables of these masks, at least 1.
+        num_own: this rank's own keys, if the others arrive while the kernels run; bands are then indexed as described
+            in `mask_numbers`. None: all keys are there.
 
     Attributes:
         backend, facts: see `megatron_magi.backends.base.ChangingMask`.
@@ -137,36 +141,53 @@ class StaticMask:
 
     def __init__(
         self,
-        samples: Sequence[tuple[np.ndarray, int]],
-        num_rows: int,
+        samples: Sequence[MaskSize],
+        most_rows: int,
         most_keys: int,
         device: torch.device,
         memory: StaticMemory,
         headroom: float,
+        num_own: int | None = None,
     ) -> None:
-        typical = next((bands for bands, _ in samples if len(bands)), samples[0][0])
+        typical = next((sample.bands for sample in samples if len(sample.bands)), samples[0].bands)
         self.backend = "ffa"
         self.digest, self.facts = os.urandom(16), hopper_plan.mask_facts(typical)
         self.memory = memory
         self._samples, self._now = samples, samples[0]
         self._device, self._headroom = device, headroom
-        self._shape = num_rows, most_keys
+        self._shape, self._num_own = (most_rows, most_keys), num_own
         self._plans: dict[Tiling, _StaticPlan] = {}
+        self._refits: dict[Tiling, Refit] = {}
+
+    @property
+    def is_read(self) -> bool:
+        """See `megatron_magi.backends.base.ChangingMask`."""
+        return bool(self._plans)
 
     def as_bands(self) -> ChangingBands:
         """The bands that represent this mask in calls; they keep it alive."""
         num_rows, num_keys = self._shape
-        everything = [[0, num_rows, 0, num_keys, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]]
+        ranges = [(0, num_keys)]
+        if self._num_own is not None:
+            first = of_mask.first_arriving(self._num_own)
+            ranges = [(0, self._num_own), (first, first + num_keys - self._num_own)]
+        everything = [[0, num_rows, *keys, -bd.NO_DIAGONAL, bd.NO_DIAGONAL] for keys in ranges]
         bands = np.array(everything, dtype=np.int64).view(ChangingBands)
         bands.mask = self
         bands.setflags(write=False)
         return bands
 
-    def plan(self, tiling: Tiling) -> DevicePlan:
-        """The tables of a tiling; made on first use, which must not be during capture."""
+    def plan(self, tiling: Tiling, refit: Refit) -> DevicePlan:
+        """The tables of a tiling; made on first use, which must not be during capture.
+
+        Args:
+            tiling: of the most keys.
+            refit: its counterpart for a mask of which fewer keys arrive.
+        """
         if tiling not in self._plans:
             refuse_capture(self._device)
-            source = self._source(tiling, *self._now)
+            self._refits[tiling] = refit
+            source = self._source(tiling, self._now)
             places = self.memory.take(), self.memory.take()
             room = _with_room(self._sources(tiling), tiling, self._headroom)
             made = _StaticPlan(*room, tiling=tiling, mask=weakref.ref(self), numbers=places)
@@ -178,17 +199,18 @@ class StaticMask:
         """A schedule of a plan with room, for `_StaticPlan`."""
         refuse_capture(self._device)
         assert plan.tiling is not None
-        source = self._source(plan.tiling, *self._now)
+        source = self._source(plan.tiling, self._now)
         length = max(len(hopper_plan.schedule_of(sample, *key).items) for sample in self._sources(plan.tiling))
         most = math.ceil(length * self._headroom) + _SPARE_TILES * key[0]
-        made = DeviceSchedule(hopper_plan.schedule_of(source, *key).items.new_zeros(most, 4), key[3])
+        most_split = key[3] if key[1] > 1 else 0  # only query heads that share a key head are split
+        made = DeviceSchedule(hopper_plan.schedule_of(source, *key).items.new_zeros(most, 4), most_split)
         plan.schedules[key], plan.of_schedule[key] = made, self.memory.take()
         self._copy(self._tables(plan, source))
         return made
 
-    def why_not(self, bands: np.ndarray, num_keys: int) -> str | None:
+    def why_not(self, mask: MaskSize) -> str | None:
         """The reason why a mask does not fit; None if it fits."""
-        for plan, source in self._pairs(bands, num_keys):
+        for plan, source in self._pairs(mask):
             parts = zip(("tiles", "passes", "bounds"), _lengths(source), _lengths(plan), strict=True)
             items = (
                 ("items", hopper_plan.schedule_of(source, *key).items.shape[0], room.items.shape[0])
@@ -199,31 +221,36 @@ class StaticMask:
                     return f"its table of {name} is {length} long, there is room for {room}"
         return None
 
-    def take(self, bands: np.ndarray, num_keys: int) -> list[Table]:
+    def take(self, mask: MaskSize) -> list[Table]:
         """Sets the numbers of a mask that fits; returns the tables to copy."""
-        self._now = bands, num_keys
+        self._now = mask
         tables = []
-        for plan, source in self._pairs(bands, num_keys):
+        for plan, source in self._pairs(mask):
             source.hold_for_stream()
             tables += self._tables(plan, source)
         return tables
 
-    def _pairs(self, bands: np.ndarray, num_keys: int) -> list[tuple[_StaticPlan, DevicePlan]]:
-        return [(plan, self._source(tiling, bands, num_keys)) for tiling, plan in self._plans.items()]
+    def _pairs(self, mask: MaskSize) -> list[tuple[_StaticPlan, DevicePlan]]:
+        return [(plan, self._source(tiling, mask)) for tiling, plan in self._plans.items()]
 
     def _sources(self, tiling: Tiling) -> list[DevicePlan]:
-        return [self._source(tiling, *sample) for sample in self._samples]
+        return [self._source(tiling, sample) for sample in self._samples]
 
-    def _source(self, tiling: Tiling, bands: np.ndarray, num_keys: int) -> DevicePlan:
-        """The plan to copy to the tables of a tiling; its tiles of keys cover the keys of the mask."""
-        if tiling.is_backward:
-            tiling = tiling._replace(num_rows=max(num_keys, 1))
-        return hopper_plan.device_plan(bands, tiling, self._device)
+    def _source(self, tiling: Tiling, mask: MaskSize) -> DevicePlan:
+        """The plan to copy to the tables of a tiling; its tiles cover the rows or keys of the mask."""
+        if self._num_own is not None:
+            tiling = self._refits[tiling](mask.num_keys - self._num_own)
+        elif tiling.is_backward:
+            tiling = tiling._replace(num_rows=max(mask.num_keys, 1))
+        if not tiling.is_backward:
+            tiling = tiling._replace(num_rows=mask.num_rows)
+        return hopper_plan.device_plan(mask.bands, tiling, self._device)
 
     def _tables(self, plan: _StaticPlan, source: DevicePlan) -> list[Table]:
         """Sets the numbers of a plan and its schedules, and returns its tables."""
         host = source.host
-        common = host.step, int(host.heads_inner)
+        num_arriving = 0 if self._num_own is None else self._now.num_keys - self._num_own
+        common = host.step, int(host.heads_inner), num_arriving
         self.memory.set(plan.numbers[0], (host.num_tiles, 0, 0, *common))
         self.memory.set(plan.numbers[1], (int(np.count_nonzero(host.costs)), 0, 0, *common))
         tables = list(zip(_parts(source), _parts(plan), strict=True))

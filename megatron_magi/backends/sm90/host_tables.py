@@ -101,7 +101,9 @@ def kind(device: torch.device) -> None:
 def make(masks: StageMasks, use: TableUse) -> StageTables:
     """Tables of a plan's masks, on the CPU; see `megatron_magi.backends.base.HostTables`."""
     problems = [make_problem(masks.num_rows, count, *use.num_heads, use.dims) for count in masks.num_keys]
-    facts = [hopper_plan.mask_facts(bands) for bands in masks.bands] if masks.facts is None else masks.facts
+    facts = [hopper_plan.mask_facts(bands) for bands in masks.bands] if masks.facts is None else list(masks.facts)
+    if masks.joined_facts is not None and not masks.num_fetched:
+        facts[0] = masks.joined_facts  # the mask of the first stage is also that of all
     meet = use.needs_backward and facts_meet(facts, problems, use.deterministic)
 
     def shapes_of(problem: Problem, num_fetched: int = 0) -> tuple[PassShape, PassShape | None]:
@@ -128,7 +130,9 @@ def make(masks: StageMasks, use: TableUse) -> StageTables:
             num_keys = masks.num_keys[0] + masks.num_fetched
             forward, backward = shapes_of(problems[0]._replace(num_keys=num_keys), masks.num_fetched)
             backward = backward if backward_pays(use.dims) else None
-            table, made = make_tables(masks.joined, forward, backward, one_launch=True, planner=use.planner)
+            table, made = make_tables(
+                masks.joined, forward, backward, one_launch=True, planner=use.planner, facts=masks.joined_facts
+            )
         if table.plans:
             seldom, tables, arrays = tuple(tables), [table], [*made, *arrays]
             numbers = table.numbers

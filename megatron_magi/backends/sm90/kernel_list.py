@@ -33,7 +33,7 @@ def needed_kernels(
         captured: only kernels that read a mask's numbers from memory.
     """
     if captured:
-        plain = needed_kernels(dtype, dims, group, deterministic=deterministic, softcap=softcap)
+        plain = needed_kernels(dtype, dims, group, deterministic=deterministic, softcap=softcap, stream_kv=stream_kv)
         same = {source_of("row_delta"), source_of("postprocess_dq")}
         return [(source, (*macros, "CAPTURED=1")) for source, macros in plain if source not in same]
     wide, forward_dims = kernels.kernel_dims(dims), kernels.kernel_dims(dims, backward=False)

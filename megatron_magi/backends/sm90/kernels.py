@@ -227,9 +227,10 @@ def preprocess(captured: bool = False) -> KernelVariant:
     return KernelVariant("preprocess", _optional(CAPTURED=captured))
 
 
-def preprocess_delta(dtype: torch.dtype, head_dim_v: int) -> KernelVariant:
+def preprocess_delta(dtype: torch.dtype, head_dim_v: int, captured: bool = False) -> KernelVariant:
     """The same kernel if it also computes delta, of an output of this dtype."""
-    return KernelVariant("preprocess", ("DELTA=1", f"HEAD_DIM_V={head_dim_v}", element(dtype)))
+    macros = "DELTA=1", f"HEAD_DIM_V={head_dim_v}", element(dtype), *_optional(CAPTURED=captured)
+    return KernelVariant("preprocess", macros)
 
 
 def postprocess_keys(

@@ -336,6 +336,12 @@ def _is_of_stream(plan: DevicePlan, stream: int) -> bool:
     return all(ready is not None and ready.stream == stream for ready in copies)
 
 
+def _tiling_for(name: str, is_backward: bool, facts: MaskFacts, shape: PassShape, num_arriving: int) -> Tiling:
+    """One of `tilings_of` for a mask of the same facts and own keys of which ``num_arriving`` keys arrive."""
+    problem = shape.problem._replace(num_keys=shape.num_own + num_arriving)
+    return tilings_of(is_backward, facts, shape._replace(problem=problem, num_arriving=num_arriving))[name]
+
+
 def numbers_on_device(
     is_backward: bool,
     shape: PassShape,
@@ -359,7 +365,11 @@ def numbers_on_device(
 
     @functools.cache  # each plan is looked up or made once
     def plan_of(tiling: Tiling) -> DevicePlan:
-        return hopper_plan.device_plan(bands, tiling, device)
+        if not is_changing(bands):
+            return hopper_plan.device_plan(bands, tiling, device)
+        made = tilings_of(is_backward, bands.mask.facts, shape)
+        name = next(name for name, known in made.items() if known == tiling)
+        return bands.mask.plan(tiling, functools.partial(_tiling_for, name, is_backward, bands.mask.facts, shape))
 
     def schedule_of(tiling: Tiling, key: ScheduleKey) -> DeviceSchedule:
         return hopper_plan.schedule_of(plan_of(tiling), *key)

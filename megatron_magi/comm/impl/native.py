@@ -40,7 +40,7 @@ from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import WIDEST, Rows, rows_in, rows_of, slot_rows, vector_of, widest, with_rows
 from megatron_magi.comm.slots import Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.comm.sm_budget import share_of
-from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
+from megatron_magi.cuda.arriving import FLAG_BYTES, READ_BEHIND, Arriving, part_rows
 from megatron_magi.cuda.launch_list import LaunchList, Place, Step
 from megatron_magi.runtime.graph_capture import is_capturing
 
@@ -377,7 +377,7 @@ class Native:
             peers=self._memory.peers, rows=tables.published.data_ptr(), starts=tables.starts.data_ptr(),
             num_chunks=counts + _NUM_CHUNKS, places=tables.fetch.data_ptr(), num_pulled=counts + _NUM_FETCHED,
             chunk_shift=chunk_shift(row_bytes), flags=self._flags.data_ptr(), part_rows=part_rows(args.num_recv),
-            pullers=blocks_that_pull(num_blocks),
+            pullers=blocks_that_pull(num_blocks), num_cleared=READ_BEHIND if args.is_static else 0,
         )  # fmt: skip
         return (PeerLaunch(kernel, num_blocks, params),)
 
