@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,14 +42,16 @@ class StaticPlans:
     Args:
         plans: of the first microbatch, which is loaded. On several ranks of at most one remote stage
             (``OverlapConfig(degree=1)``), with ``comm.ranks_per_node`` None and without ``dispatch.uneven_shard`` and
-            groups of heads (`RankPlan.head_groups`). Passes are one launch where they are in eager mode. Queries of
-            other microbatches can travel (`RankPlan.moves`) if those of ``plans`` or of a sample do.
+            groups of heads (`RankPlan.head_groups`). Passes of plans with ``one_launch`` are one launch where they are
+            in eager mode.
         device: a Hopper GPU.
         group: the ranks; None for one.
         headroom: capacity of tables, and of fetched rows, as a multiple of the longest of ``plans`` and ``samples``; at
             least 1. The same on all ranks.
         samples: plans of other microbatches that must fit, the same ones on all ranks. Kernels are chosen for the first
             of them, if any.
+        queries: ``home``: queries of no plan travel (`RankPlan.moves`). ``travel``: they can, if those of ``plans`` or
+            of a sample do; this has not run on a GPU yet.
         backend: name of the implementation whose launches are captured; the first that can be when None.
 
     Attributes:
@@ -69,6 +71,7 @@ class StaticPlans:
         *,
         headroom: float = 2.0,
         samples: Sequence[Mapping[Any, RankPlan]] = (),
+        queries: Literal["home", "travel"] = "home",
         backend: str | None = None,
     ) -> None:
         device = torch.device(device)
@@ -80,8 +83,11 @@ class StaticPlans:
         self._memory = maker.capture.memory(device)
         with told(self._group):
             number(headroom, "headroom", 1)
-            for sample in samples:
+            if queries not in ("home", "travel"):
+                raise ValueError(f"queries: expected 'home' or 'travel', got {queries!r}")
+            for sample in (*samples, plans):
                 _check_names(plans, sample)
+                _check_queries(sample, queries)
             made = {
                 name: _StaticPlan(name, [of[name] for of in (*samples, plans)], device, maker, self._memory, headroom)
                 for name in plans
@@ -274,6 +280,12 @@ class _StaticPlan:
         cast = next(iter(plan_casts(plan, self._device)), None)
         assert cast is None or isinstance(cast, GroupCastArgs)
         return cast
+
+
+def _check_queries(plans: Mapping[Any, RankPlan], queries: str) -> None:
+    travel = [name for name, plan in plans.items() if plan.moves is not None]
+    if travel and queries == "home":
+        raise ValueError(f"plans: queries of {travel[0]!r} travel, those of static plans do not; {_AT_HOME}")
 
 
 def _check_names(expected: Mapping[Any, RankPlan], plans: Mapping[Any, RankPlan]) -> None:

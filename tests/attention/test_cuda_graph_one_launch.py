@@ -74,19 +74,13 @@ def test_launches_are_those_of_eager_mode_and_stay_and_read_the_tables_that_it_r
             grids[kernel.handle] = driver.LaunchConfig.from_address(config).grid[0]
 
         monkeypatch.setattr(driver.Kernel, "launch", look)
-        load, asked = kernels._load, set()
-
-        def note_kernel(device, kernel, macros, *sizes) -> driver.Kernel:
-            asked.add((kernels.source_of(kernel), macros))
-            return load(device, kernel, macros, *sizes)
-
-        monkeypatch.setattr(kernels, "_load", note_kernel)
+        asked = note_kernels(monkeypatch)
         monkeypatch.setattr(travel, "group_cast", distributed.group_cast)
         masks = some_masks(NUM_RANKS * ROWS)[::5]
         first, *others = (plan_for(mask, config, travels=travels) for mask in masks)
         assert (first.moves is not None) == travels
         inputs = tensors(first.num_rows, shape, CPU)
-        static = StaticPlans({0: first}, CPU, headroom=8)
+        static = StaticPlans({0: first}, CPU, headroom=8, queries="travel")
 
         def run(plan: RankPlan) -> list[str]:
             launched.clear()
@@ -108,7 +102,6 @@ def test_launches_are_those_of_eager_mode_and_stay_and_read_the_tables_that_it_r
             ]
 
         before = launches()
-        joined = static._static[0].joined
         for other in (*others, first):
             batch = prepare_batch({0: other}, shape, config, like=static.facts)
             batch.to(CPU)
@@ -120,21 +113,38 @@ def test_launches_are_those_of_eager_mode_and_stay_and_read_the_tables_that_it_r
             if plan.degree and name != "wide heads":
                 splits = {"postprocess_keys"}  # no tile of some masks is split
                 assert [k for k in of_eager if k not in splits] == [k for k in taken if k not in splits]
-            num_fetched = plan.transfers[0].num_recv if plan.degree else 0
-            own, expected = tables_of(static.plans[0]), tables_of(plan)
-            assert own.keys() == expected.keys()
-            for key, room in own.items():
-                wanted = expected[key]
-                numbers = joined.memory._numbers[room.numbers[0]].tolist()
-                assert numbers[0] == wanted.num_tiles and numbers[3] == wanted.host.step and numbers[5] == num_fetched
-                check_begins_with(room, wanted)
-                for of_schedule, made in room.schedules.items():
-                    schedule = hopper_plan.schedule_of(wanted, *of_schedule)
-                    assert torch.equal(made.items[: len(schedule.items)], schedule.items)
-                    numbers = joined.memory._numbers[room.of_schedule[of_schedule]].tolist()
-                    assert numbers[1:3] == [len(schedule.items), schedule.num_split] and numbers[5] == num_fetched
+            check_tables(static, plan)
             grids.clear()
             launched.params.clear()
+
+
+def note_kernels(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, tuple[str, ...]]]:
+    """Sources and macros of the kernels that are loaded from now on."""
+    load, asked = kernels._load, set()
+
+    def note(device, kernel, macros, *sizes) -> driver.Kernel:
+        asked.add((kernels.source_of(kernel), macros))
+        return load(device, kernel, macros, *sizes)
+
+    monkeypatch.setattr(kernels, "_load", note)
+    return asked
+
+
+def check_tables(static: StaticPlans, plan: RankPlan) -> None:
+    """The static plan's tables and numbers are those that eager calls with ``plan``, which is loaded, read."""
+    num_fetched = plan.transfers[0].num_recv if plan.degree else 0
+    own, expected, memory = tables_of(static.plans[0]), tables_of(plan), static._memory
+    assert own.keys() == expected.keys()
+    for key, room in own.items():
+        wanted = expected[key]
+        numbers = memory._numbers[room.numbers[0]].tolist()
+        assert numbers[0] == wanted.num_tiles and numbers[3] == wanted.host.step and numbers[5] == num_fetched
+        check_begins_with(room, wanted)
+        for of_schedule, made in room.schedules.items():
+            schedule = hopper_plan.schedule_of(wanted, *of_schedule)
+            assert torch.equal(made.items[: len(schedule.items)], schedule.items)
+            numbers = memory._numbers[room.of_schedule[of_schedule]].tolist()
+            assert numbers[1:3] == [len(schedule.items), schedule.num_split] and numbers[5] == num_fetched
 
 
 def check_begins_with(room, wanted) -> None:

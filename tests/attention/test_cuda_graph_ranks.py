@@ -294,7 +294,7 @@ def test_moves_are_those_of_the_plan_that_was_loaded(num_ranks):
     for rank in range(num_ranks):
         first, at_home, swapped = (plan.for_rank(rank) for plan in plans)
         assert first.moves and swapped.moves and at_home.moves is None
-        static = StaticPlans({0: at_home}, CPU, headroom=8, samples=[{0: first}])
+        static = StaticPlans({0: at_home}, CPU, headroom=8, samples=[{0: first}], queries="travel")
         (made,) = static.plans[0].runtime.moves.values()
         most = static._static[0]._moves.num_queries
         before = [t.data_ptr() for t in (made.rows, made.tail, *_arrays(made.there), *_arrays(made.back))]
@@ -318,7 +318,7 @@ def test_moves_are_those_of_the_plan_that_was_loaded(num_ranks):
                 assert torch.equal(own.send_index[: args.num_send], args.send_index)
     few = [[*range(64, 512)], [*range(64), *range(512, 1024)], [*range(1024, total)]][:num_ranks]
     few_travel = make_plan(builders.causal(total), config, num_ranks, home, given_dispatch(few, total, num_ranks))
-    narrow = StaticPlans({0: few_travel.for_rank(0)}, CPU, headroom=1)
+    narrow = StaticPlans({0: few_travel.for_rank(0)}, CPU, headroom=1, queries="travel")
     assert narrow._static[0].why_not(plans[2].for_rank(0)) == "512 rows travel, there is room for 320"
 
 
@@ -347,7 +347,8 @@ def replay_on_ranks(
             ways = given_dispatch("contiguous", total, num_ranks), hosts[number % len(hosts)]
         return make_plan(mask, config, num_ranks, *ways).for_rank(rank)
 
-    static = StaticPlans({0: plan_for(0)}, device, group, headroom=6)
+    queries = "travel" if travels else "home"
+    static = StaticPlans({0: plan_for(0)}, device, group, headroom=6, queries=queries)
     graph, results = captured(lambda: among_nan(partial(attend, inputs, static.plans[0], config, sink, group)))
     num_replayed = num_eager = 0
     wrong = []
