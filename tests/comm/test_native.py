@@ -197,7 +197,7 @@ def test_whether_ranks_reach_each_others_memory_is_decided_once(ranks):
                 peer_kernels.put_kernel(16, 4096, (torch.bfloat16, torch.float32), 8),
             )
         ),
-        ("get_rows", "GetParams", 3, ("UNIT=16",)),
+        ("get_rows", "GetParams", 4, ("UNIT=16",)),
     ],
 )
 def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, params, after_shift, defines):
