@@ -80,7 +80,7 @@ def test_launches_are_those_of_eager_mode_and_stay_and_read_the_tables_that_it_r
         first, *others = (plan_for(mask, config, travels=travels) for mask in masks)
         assert (first.moves is not None) == travels
         inputs = tensors(first.num_rows, shape, CPU)
-        static = StaticPlans({0: first}, CPU, headroom=8, queries="travel")
+        static = StaticPlans({0: first}, CPU, headroom=8, one_launch=True, queries="travel")
 
         def run(plan: RankPlan) -> list[str]:
             launched.clear()
@@ -164,7 +164,7 @@ def test_a_batch_prepared_for_them_has_all_tables_that_loading_takes(monkeypatch
     first = plan_for(documents(99, 8, total), config)
     with fake_driver(monkeypatch):
         inputs = tensors(first.num_rows, shape, CPU)
-        static = StaticPlans({0: first}, CPU, headroom=8)
+        static = StaticPlans({0: first}, CPU, headroom=8, one_launch=True)
         attend(inputs, static.plans[0], config, group=one_rank_alone)
         thirds = builders.varlen(doc_lengths=[total // 4, total // 4, total // 2])
         masks = documents(3, 9, total), builders.causal(total), builders.sliding_window(total, 30, 0), thirds
@@ -191,7 +191,7 @@ def test_a_forward_that_goes_by_stages_reads_their_tables(monkeypatch, one_rank_
     monkeypatch.setattr(fused_comm.Fetched, "forward_pays", lambda *_: False)
     with fake_driver(monkeypatch) as launched:
         inputs = tensors(first.num_rows, shape, CPU)
-        static = StaticPlans({0: first}, CPU, headroom=8)
+        static = StaticPlans({0: first}, CPU, headroom=8, one_launch=True)
         attend(inputs, static.plans[0], config, group=one_rank_alone)
         assert launched[:2] == ["forward", "forward"] and "get_rows" in launched[2:]
         made = static._static[0]
@@ -210,8 +210,10 @@ def test_a_forward_that_goes_by_stages_reads_their_tables(monkeypatch, one_rank_
 
 def test_plans_that_ask_for_stages_get_stages():
     overlap = OverlapConfig(degree=1, one_launch=False)
-    for options in (overlap, OverlapConfig(degree=1, hide_tail_reduce=True)):
+    kept, may = OverlapConfig(degree=1, hide_tail_reduce=True), OverlapConfig(degree=1)
+    for options, one_launch in ((overlap, True), (kept, True), (may, False)):
         config = MagiConfig(overlap=options)
-        static = StaticPlans({0: plan_for(builders.causal(NUM_RANKS * ROWS), config)}, CPU)
+        plan = plan_for(builders.causal(NUM_RANKS * ROWS), config)
+        static = StaticPlans({0: plan}, CPU, one_launch=one_launch)
         assert static._static[0].joined is None and static.facts[0].joined is None
         assert not static.plans[0].one_launch and static.plans[0].runtime.joined_bands is None
