@@ -61,7 +61,8 @@ class StaticPlans:
 
     Raises:
         ValueError: an argument, named in the message, is not as above.
-        RuntimeError: ranks differ in rows, ``headroom``, ``samples`` or ``one_launch``, or another rank raised an error.
+        RuntimeError: ranks differ in rows, ``headroom``, ``samples`` or ``one_launch``, or another rank raised an
+            error.
     """
 
     def __init__(
