@@ -22,7 +22,7 @@ struct ArrivalBarrier {
   const u32* broken;   // Control::broken; not 0: a rank timed out
   u32* notice;         // Notice of peers.cuh
   i64 timeout_ns;      // twice the timeout of the group
-  int num_rows;  // not used by captured launches, see NUM_ARRIVING of tiles.cuh
+  int num_rows;        // not used by captured launches, see NUM_ARRIVING of tiles.cuh
   int part_rows;
   int first;  // key index of the first of these rows; smaller indices are keys of this rank
   int pad;
@@ -50,10 +50,10 @@ DEVICE u32 load_volatile(const u32* p) {
 struct ArrivalWaiter {
   int rows = 0;  // rows before this one have arrived, or are no longer waited for
 
-  // Waits until all rows before `past`, of `num_rows`, have arrived; TMA loads issued by this thread may then read them. If a rank
-  // timed out, its rows are NaN, and the part is recorded in the notice. get_rows.cu stops waiting after the
-  // group's timeout and then sets all flags; if a flag is still not set after twice that time, this thread stops
-  // waiting too.
+  // Waits until all rows before `past`, of `num_rows`, have arrived; TMA loads issued by this thread may then read
+  // them. If a rank timed out, its rows are NaN, and the part is recorded in the notice. get_rows.cu stops waiting
+  // after the group's timeout and then sets all flags; if a flag is still not set after twice that time, this thread
+  // stops waiting too.
   DEVICE void await(const ArrivalBarrier& barrier, int num_rows, int past) {
     past = past < num_rows ? past : num_rows;
 #pragma unroll 1

@@ -352,11 +352,16 @@ def test_a_static_key_is_of_one_group_and_configuration():
 def test_queries_that_travel_where_those_of_the_first_plans_do_not_are_refused_by_name():
     home, hosts = (given_dispatch(name, 64, 2) for name in ("contiguous", "zigzag"))
     mask, config = builders.causal(64), MagiConfig(overlap=ONE_STAGE)
-    static = StaticPlans({"a": make_plan(mask, config, 2, home).for_rank(0)}, CPU)
-    plan = make_plan(mask, config, 2, home, hosts).for_rank(0)
-    reason = static._static["a"].why_not(plan)
+    at_home, plan = (make_plan(mask, config, 2, home, *more).for_rank(0) for more in ((), (hosts,)))
+    for plans, samples in (({"a": plan}, ()), ({"a": at_home}, [{"a": plan}])):
+        with pytest.raises(ValueError, match=r"^plans: queries of 'a' travel.*dispatch.queries=\"home\""):
+            StaticPlans(plans, CPU, samples=samples)
+    with pytest.raises(ValueError, match=r"^queries: expected 'home' or 'travel', got 'auto'"):
+        StaticPlans({"a": plan}, CPU, queries="auto")
+    reason = StaticPlans({"a": at_home}, CPU)._static["a"].why_not(plan)
     assert reason == 'its queries travel, those of the first plans do not; plan it with dispatch.queries="home"'
     groups = replace(plan, head_groups=2)
     with pytest.raises(ValueError, match=r"^plans: groups of heads of 'a' travel apart, those of static plans do not"):
-        StaticPlans({"a": groups}, CPU)
-    assert StaticPlans({"a": plan}, CPU)._static["a"].why_not(groups) == "groups of its heads travel apart"
+        StaticPlans({"a": groups}, CPU, queries="travel")
+    static = StaticPlans({"a": plan}, CPU, queries="travel")
+    assert static._static["a"].why_not(groups) == "groups of its heads travel apart"

@@ -74,19 +74,13 @@ def test_launches_are_those_of_eager_mode_and_stay_and_read_the_tables_that_it_r
             grids[kernel.handle] = driver.LaunchConfig.from_address(config).grid[0]
 
         monkeypatch.setattr(driver.Kernel, "launch", look)
-        load, asked = kernels._load, set()
-
-        def note_kernel(device, kernel, macros, *sizes) -> driver.Kernel:
-            asked.add((kernels.source_of(kernel), macros))
-            return load(device, kernel, macros, *sizes)
-
-        monkeypatch.setattr(kernels, "_load", note_kernel)
+        asked = note_kernels(monkeypatch)
         monkeypatch.setattr(travel, "group_cast", distributed.group_cast)
         masks = some_masks(NUM_RANKS * ROWS)[::5]
         first, *others = (plan_for(mask, config, travels=travels) for mask in masks)
         assert (first.moves is not None) == travels
         inputs = tensors(first.num_rows, shape, CPU)
-        static = StaticPlans({0: first}, CPU, headroom=8)
+        static = StaticPlans({0: first}, CPU, headroom=8, one_launch=True, queries="travel")
 
         def run(plan: RankPlan) -> list[str]:
             launched.clear()
@@ -108,7 +102,6 @@ def test_launches_are_those_of_eager_mode_and_stay_and_read_the_tables_that_it_r
             ]
 
         before = launches()
-        joined = static._static[0].joined
         for other in (*others, first):
             batch = prepare_batch({0: other}, shape, config, like=static.facts)
             batch.to(CPU)
@@ -120,21 +113,38 @@ def test_launches_are_those_of_eager_mode_and_stay_and_read_the_tables_that_it_r
             if plan.degree and name != "wide heads":
                 splits = {"postprocess_keys"}  # no tile of some masks is split
                 assert [k for k in of_eager if k not in splits] == [k for k in taken if k not in splits]
-            num_fetched = plan.transfers[0].num_recv if plan.degree else 0
-            own, expected = tables_of(static.plans[0]), tables_of(plan)
-            assert own.keys() == expected.keys()
-            for key, room in own.items():
-                wanted = expected[key]
-                numbers = joined.memory._numbers[room.numbers[0]].tolist()
-                assert numbers[0] == wanted.num_tiles and numbers[3] == wanted.host.step and numbers[5] == num_fetched
-                check_begins_with(room, wanted)
-                for of_schedule, made in room.schedules.items():
-                    schedule = hopper_plan.schedule_of(wanted, *of_schedule)
-                    assert torch.equal(made.items[: len(schedule.items)], schedule.items)
-                    numbers = joined.memory._numbers[room.of_schedule[of_schedule]].tolist()
-                    assert numbers[1:3] == [len(schedule.items), schedule.num_split] and numbers[5] == num_fetched
+            check_tables(static, plan)
             grids.clear()
             launched.params.clear()
+
+
+def note_kernels(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, tuple[str, ...]]]:
+    """Sources and macros of the kernels that are loaded from now on."""
+    load, asked = kernels._load, set()
+
+    def note(device, kernel, macros, *sizes) -> driver.Kernel:
+        asked.add((kernels.source_of(kernel), macros))
+        return load(device, kernel, macros, *sizes)
+
+    monkeypatch.setattr(kernels, "_load", note)
+    return asked
+
+
+def check_tables(static: StaticPlans, plan: RankPlan) -> None:
+    """The static plan's tables and numbers are those that eager calls with ``plan``, which is loaded, read."""
+    num_fetched = plan.transfers[0].num_recv if plan.degree else 0
+    own, expected, memory = tables_of(static.plans[0]), tables_of(plan), static._memory
+    assert own.keys() == expected.keys()
+    for key, room in own.items():
+        wanted = expected[key]
+        numbers = memory._numbers[room.numbers[0]].tolist()
+        assert numbers[0] == wanted.num_tiles and numbers[3] == wanted.host.step and numbers[5] == num_fetched
+        check_begins_with(room, wanted)
+        for of_schedule, made in room.schedules.items():
+            schedule = hopper_plan.schedule_of(wanted, *of_schedule)
+            assert torch.equal(made.items[: len(schedule.items)], schedule.items)
+            numbers = memory._numbers[room.of_schedule[of_schedule]].tolist()
+            assert numbers[1:3] == [len(schedule.items), schedule.num_split] and numbers[5] == num_fetched
 
 
 def check_begins_with(room, wanted) -> None:
@@ -154,7 +164,7 @@ def test_a_batch_prepared_for_them_has_all_tables_that_loading_takes(monkeypatch
     first = plan_for(documents(99, 8, total), config)
     with fake_driver(monkeypatch):
         inputs = tensors(first.num_rows, shape, CPU)
-        static = StaticPlans({0: first}, CPU, headroom=8)
+        static = StaticPlans({0: first}, CPU, headroom=8, one_launch=True)
         attend(inputs, static.plans[0], config, group=one_rank_alone)
         thirds = builders.varlen(doc_lengths=[total // 4, total // 4, total // 2])
         masks = documents(3, 9, total), builders.causal(total), builders.sliding_window(total, 30, 0), thirds
@@ -181,7 +191,7 @@ def test_a_forward_that_goes_by_stages_reads_their_tables(monkeypatch, one_rank_
     monkeypatch.setattr(fused_comm.Fetched, "forward_pays", lambda *_: False)
     with fake_driver(monkeypatch) as launched:
         inputs = tensors(first.num_rows, shape, CPU)
-        static = StaticPlans({0: first}, CPU, headroom=8)
+        static = StaticPlans({0: first}, CPU, headroom=8, one_launch=True)
         attend(inputs, static.plans[0], config, group=one_rank_alone)
         assert launched[:2] == ["forward", "forward"] and "get_rows" in launched[2:]
         made = static._static[0]
@@ -200,8 +210,10 @@ def test_a_forward_that_goes_by_stages_reads_their_tables(monkeypatch, one_rank_
 
 def test_plans_that_ask_for_stages_get_stages():
     overlap = OverlapConfig(degree=1, one_launch=False)
-    for options in (overlap, OverlapConfig(degree=1, hide_tail_reduce=True)):
+    kept, may = OverlapConfig(degree=1, hide_tail_reduce=True), OverlapConfig(degree=1)
+    for options, one_launch in ((overlap, True), (kept, True), (may, False)):
         config = MagiConfig(overlap=options)
-        static = StaticPlans({0: plan_for(builders.causal(NUM_RANKS * ROWS), config)}, CPU)
+        plan = plan_for(builders.causal(NUM_RANKS * ROWS), config)
+        static = StaticPlans({0: plan}, CPU, one_launch=one_launch)
         assert static._static[0].joined is None and static.facts[0].joined is None
         assert not static.plans[0].one_launch and static.plans[0].runtime.joined_bands is None

@@ -140,6 +140,19 @@ def test_ranks_that_make_different_room_are_a_message_on_all(ranks):
     assert first == own and f"rank 1 of the group (global rank 1) raised ValueError: {own}" in told
 
 
+def make_in_one_launch_or_not(rank: int, num_ranks: int) -> str:
+    be_quick()
+    window = shards_of(builders.sliding_window(1024, 30, 0))[rank]
+    with pytest.raises(RuntimeError) as error:
+        StaticPlans({0: window}, CPU, dist.group.WORLD, one_launch=rank == 0)
+    return str(error.value)
+
+
+def test_ranks_of_which_some_ask_for_one_launch_are_a_message_on_all(ranks):
+    first, second = ranks(2, make_in_one_launch_or_not)
+    assert first == second and first.startswith("one_launch of static plans: ranks disagree: rank 1 ")
+
+
 def make_of_uneven_shards(rank: int, num_ranks: int) -> str:
     be_quick()
     config = MagiConfig(dispatch=DispatchConfig(uneven_shard=True), overlap=OverlapConfig(degree=1))
@@ -294,7 +307,7 @@ def test_moves_are_those_of_the_plan_that_was_loaded(num_ranks):
     for rank in range(num_ranks):
         first, at_home, swapped = (plan.for_rank(rank) for plan in plans)
         assert first.moves and swapped.moves and at_home.moves is None
-        static = StaticPlans({0: at_home}, CPU, headroom=8, samples=[{0: first}])
+        static = StaticPlans({0: at_home}, CPU, headroom=8, samples=[{0: first}], queries="travel")
         (made,) = static.plans[0].runtime.moves.values()
         most = static._static[0]._moves.num_queries
         before = [t.data_ptr() for t in (made.rows, made.tail, *_arrays(made.there), *_arrays(made.back))]
@@ -318,7 +331,7 @@ def test_moves_are_those_of_the_plan_that_was_loaded(num_ranks):
                 assert torch.equal(own.send_index[: args.num_send], args.send_index)
     few = [[*range(64, 512)], [*range(64), *range(512, 1024)], [*range(1024, total)]][:num_ranks]
     few_travel = make_plan(builders.causal(total), config, num_ranks, home, given_dispatch(few, total, num_ranks))
-    narrow = StaticPlans({0: few_travel.for_rank(0)}, CPU, headroom=1)
+    narrow = StaticPlans({0: few_travel.for_rank(0)}, CPU, headroom=1, queries="travel")
     assert narrow._static[0].why_not(plans[2].for_rank(0)) == "512 rows travel, there is room for 320"
 
 
@@ -347,7 +360,8 @@ def replay_on_ranks(
             ways = given_dispatch("contiguous", total, num_ranks), hosts[number % len(hosts)]
         return make_plan(mask, config, num_ranks, *ways).for_rank(rank)
 
-    static = StaticPlans({0: plan_for(0)}, device, group, headroom=6)
+    queries = "travel" if travels else "home"
+    static = StaticPlans({0: plan_for(0)}, device, group, headroom=6, one_launch=overlap.one_launch, queries=queries)
     graph, results = captured(lambda: among_nan(partial(attend, inputs, static.plans[0], config, sink, group)))
     num_replayed = num_eager = 0
     wrong = []
@@ -411,7 +425,7 @@ def replay_without_eager_calls(rank: int, num_ranks: int, num_steps: int, overla
     inputs = tensors(rows, shape, device)
     group = dist.group.WORLD
     plans = [make_plan(documents(s, 3 + s % 7, rows * num_ranks), config, num_ranks).for_rank(rank) for s in range(8)]
-    static = StaticPlans({0: plans[0]}, device, group, headroom=8)
+    static = StaticPlans({0: plans[0]}, device, group, headroom=8, one_launch=overlap.one_launch)
     batches = [prepare_batch({0: plan}, shape, config, like=static.facts) for plan in plans]
     expected = []
     for batch in batches:
@@ -459,7 +473,7 @@ def replay_after_a_larger_call(rank: int, num_ranks: int, overlap: OverlapConfig
         by_nccl = attend(inputs, make_plan(mask, other, num_ranks).for_rank(rank), other, group=group)
         expected = [t.detach().clone() for t in by_nccl]
         del by_nccl  # with what autograd noted on another stream than the capture's
-        static = StaticPlans({0: plan}, device, group, headroom=1)
+        static = StaticPlans({0: plan}, device, group, headroom=1, one_launch=overlap.one_launch)
         made = captured(partial(attend, inputs, static.plans[0], native, group=group))
         runs.append((*made, expected, static, inputs))  # a graph reads its inputs where they were
         found = []
@@ -491,7 +505,7 @@ def stay_away(rank: int, num_ranks: int, overlap: OverlapConfig) -> None:
     config = MagiConfig(comm=CommConfig(impl="native", verify=False), overlap=overlap)
     plan = make_plan(builders.causal(rows * num_ranks), config, num_ranks).for_rank(rank)
     inputs = tensors(rows, shape_of((8, 2), (128, 128)), device)
-    static = StaticPlans({0: plan}, device, group)
+    static = StaticPlans({0: plan}, device, group, one_launch=overlap.one_launch)
     graph, _ = captured(lambda: attend(inputs, static.plans[0], config, group=group))
     graph.replay()
     torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -193,6 +194,17 @@ def test_who_waits_keeps_nobody_from_arriving():
     for name in ("forward", "backward"):
         text = (source_root() / f"attention/sm90/{name}.cu").read_text()
         assert "if (!STREAM_KV) await_earlier_kernels();" in text, "else it would wait for all rows"
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "backward_queries"])
+def test_who_waits_waits_for_all_keys_that_are_loaded(name):
+    """Hidden keys behind a tile too: what memory held before they arrive may be NaN, and 0 * NaN is NaN in dq."""
+    text = (source_root() / f"attention/sm90/{name}.cu").read_text()
+    (waited,) = re.findall(r"waiter\.await\(p\.arrival_barrier, NUM_ARRIVING\(p\), \S+ - \S+ \+ (\w+)\);", text)
+    loaded = re.findall(
+        r"load_panels<.*?>\(&OF_KEY\(p, [\w.]+, [kv]\),[^;]*?, (\w+) \* kPanelRowBytes,", text, re.DOTALL
+    )
+    assert len(loaded) == 2 and set(loaded) == {waited}
 
 
 def test_what_is_told_of_arrivals_is_what_the_kernels_read():
