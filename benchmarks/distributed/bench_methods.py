@@ -57,7 +57,7 @@ HEADER = ["mask", "tokens_a_gpu", "ranks", "way", "forward_ms", "forward_tflops_
 TRAVEL = ("magi_zigzag_travel", "magi_contiguous_travel")
 BY_GROUPS = ("magi_zigzag_groups", "magi_contiguous_groups")
 BY_NAME = ("torch_flex", "torch_flex_head_tail", "torch_flex_blocks", "te_p2p", "te_all_gather")
-"""Baselines that need another package or have not run on a GPU yet: measured where they are asked for."""
+"""Baselines measured only where they are asked for: those of FlexAttention, and those that need another package."""
 WAYS = ("magi", "magi_zigzag", "magi_contiguous", *TRAVEL, *(name for name in BASELINES if name not in BY_NAME))
 TWO_LEVELS: dict[str, CommImpl] = {"two_levels": "auto", "two_levels_native": "native"}
 ALL_WAYS = (*WAYS, *BY_GROUPS, *BY_NAME, *ONE_LAUNCH, *TWO_LEVELS, "alone")

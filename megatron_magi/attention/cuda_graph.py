@@ -50,7 +50,7 @@ class StaticPlans:
         samples: plans of other microbatches that must fit, the same ones on all ranks. Kernels are chosen for the first
             of them, if any.
         one_launch: on several ranks each pass is one launch where it is one in eager mode (`OverlapConfig.one_launch`);
-            after a fault that is mended this has not run on a GPU again. Otherwise fetched keys have a stage.
+            not run on a GPU in its present form. Otherwise fetched keys have a stage.
         queries: ``home``: queries of no plan travel (`RankPlan.moves`). ``travel``: they can, if those of ``plans`` or
             of a sample do; this has not run on a GPU yet.
         backend: name of the implementation whose launches are captured; the first that can be when None.

@@ -221,6 +221,8 @@ class _Fetch(torch.autograd.Function):
             num_own = len(kv)
             found = kv.new_empty((num_own + (places.num_ranks - 1) * capacity, *kv.shape[1:]))
             found[:num_own] = kv
+            if not num_own:
+                found[:1].zero_()  # kernels may load row 0 in the place of absent keys
             rows = kv.contiguous() if num_own else kv.new_zeros((1, *kv.shape[1:]))
             send = rows.view(len(rows) * requests.num_lists, -1).index_select(0, requests.rows.flatten())
             _all_to_all(found[num_own:], send, capacity, places, group)

@@ -178,7 +178,7 @@ def gathered(output: Any, shard: Shard, num_rows: int, has_loss: bool) -> Any:
             output[name] = tree_map(vectors, output[name])
     routers = output.get(ROUTERS)
     if as_whole and isinstance(routers, tuple):
-        output[ROUTERS] = tuple(BatchRows.of(x.detach()[None], shard, is_flat=True) for x in routers)
+        output[ROUTERS] = tuple(BatchRows.of(x.detach().flatten(0, -2)[None], shard, is_flat=True) for x in routers)
     for name in NUMBERS:
         x = output.get(name)
         if isinstance(x, Tensor) and x.shape == (1, num_rows):

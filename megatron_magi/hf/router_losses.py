@@ -86,12 +86,12 @@ class _Sums(NamedTuple):
 
     @classmethod
     def of(cls, logits: tuple[Tensor, ...], num_experts: int, top_k: int, weights: Tensor) -> _Sums:
-        """Of ``logits`` ``[num_rows, num_experts]`` of each layer; ``weights`` fp32 ``[num_rows]``, 0 for padding."""
+        """Of ``logits`` ``[..., num_experts]`` of each layer's rows; ``weights`` fp32 ``[num_rows]``, 0 for padding."""
         device = logits[0].device
         weights = weights.to(device)
         chosen, probs = (torch.zeros(num_experts, dtype=torch.float64, device=device) for _ in range(2))
         for layer in logits:
-            of_rows = torch.softmax(layer.to(device), dim=-1)
+            of_rows = torch.softmax(layer.to(device).flatten(0, -2), dim=-1)
             experts = of_rows.topk(top_k, dim=-1).indices.flatten()
             chosen = chosen.index_add(0, experts, weights.repeat_interleave(top_k).double())
             probs = probs + (of_rows.float() * weights[:, None]).sum(0)
@@ -123,7 +123,7 @@ def _of_shard(logits: tuple[Tensor, ...], num_experts: int, top_k: int, shard: S
 def _is_as_here(function: Callable) -> bool:
     """Whether a function computes for some numbers what is computed here."""
     draw = torch.Generator("cpu").manual_seed(0)
-    logits = tuple(torch.randn(2, 9, 5, generator=draw, device="cpu"))
+    logits = tuple(torch.randn(2, 9, 5, generator=draw, device="cpu", dtype=torch.float32))
     for weights in (torch.ones(9, device="cpu"), torch.arange(9, device="cpu").remainder(3).clamp(max=1).float()):
         sums = _Sums.of(logits, 5, 2, weights)
         padding = None if weights.all() else weights.view(3, 3)

@@ -115,7 +115,7 @@ class MagiDSAttention(DSAttention):
         """``[num_rows, num_heads, head_dim_v]``, 0 on padding. Keys and values are those of all tokens."""
         attend = key.config.attend
         if attend.impl not in _IMPL:
-            raise ValueError(f"impl: {attend.impl} has no attention over lists of latent keys; give {', '.join(_IMPL)}")
+            raise ValueError(f"impl: {attend.impl} is not offered for lists of latent keys; give {', '.join(_IMPL)}")
         options = {
             "softmax_scale": self.softmax_scale,
             "deterministic": attend.deterministic,

@@ -1,6 +1,6 @@
 """Trains one model several times and compares the loss curves: Megatron's own attention and magi, with several seeds.
 
-    # a GPT of 103 M parameters on the source of Python's standard library; minutes on two GPUs
+    # a GPT of 103 M parameters on the source of Python's standard library; for two GPUs
     python pretrain_scripts/convergence/run.py gpt_103m_4k --cp-sizes 2 --out convergence_out
 
     # Llama 1B, 8k tokens, global batch 16, CP 1, 2, 4 and 8; on eight GPUs

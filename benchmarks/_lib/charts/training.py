@@ -38,11 +38,13 @@ def draw(table: Path, picture: Path) -> None:
         here = [row for row in rows if (row["mask"], row["tokens_per_gpu"]) == group]
         for number, row in enumerate(sorted(here, key=lambda row: providers.index(row["provider"]))):
             left, height = place + (number - (len(here) - 1) / 2) * width, float(row["tokens_per_s_per_gpu"]) / 1e3
-            spread = [[height - by_time(row, "three_quarters_ms")], [by_time(row, "quarter_ms") - height]]
+            low, high = (
+                by_time(row, name) if row.get(name) else height for name in ("three_quarters_ms", "quarter_ms")
+            )
+            spread = [[height - low], [high - height]]
             axes.bar(left, height, width, color=COLORS.get(row["provider"]), yerr=spread, error_kw={"lw": 0.8})
             note = "" if row["ran"] == group[0] else "*\n"
-            top = by_time(row, "quarter_ms")
-            axes.annotate(f"{note}{float(row['step_ms']):,.0f}", (left, top), ha="center", va="bottom", fontsize=6.5)
+            axes.annotate(f"{note}{float(row['step_ms']):,.0f}", (left, high), ha="center", va="bottom", fontsize=6.5)
     axes.set_xticks(
         range(len(groups)), [f"{mask.replace('_', ' with ')}\n{int(n) // 1024}k a GPU" for mask, n in groups]
     )
