@@ -38,9 +38,8 @@ def draw(table: Path, picture: Path) -> None:
         here = [row for row in rows if (row["mask"], row["tokens_per_gpu"]) == group]
         for number, row in enumerate(sorted(here, key=lambda row: providers.index(row["provider"]))):
             left, height = place + (number - (len(here) - 1) / 2) * width, float(row["tokens_per_s_per_gpu"]) / 1e3
-            low, high = (
-                by_time(row, name) if row.get(name) else height for name in ("three_quarters_ms", "quarter_ms")
-            )
+            names = ("three_quarters_ms", "quarter_ms")
+            low, high = (by_time(row, name) if row.get(name) else height for name in names)
             spread = [[height - low], [high - height]]
             axes.bar(left, height, width, color=COLORS.get(row["provider"]), yerr=spread, error_kw={"lw": 0.8})
             note = "" if row["ran"] == group[0] else "*\n"
