@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_magi import api
@@ -64,13 +65,13 @@ def test_a_new_mask_copies_the_launches_of_calls_with_another(monkeypatch):
         bounds = np.cumsum([0, *lengths])
         return api.magi_attn_varlen_key(bounds, bounds, 8, 2, 128, causal=True, dist_attn_config=replace(config))
 
-    with recorded(monkeypatch) as (records, memory):
+    with recorded(monkeypatch) as (records, memory), pytest.MonkeyPatch.context() as inside:
         make, note, waiting = launch_list.LaunchList.__init__, driver.Kernel.launch, set()
-        monkeypatch.setattr(driver.Kernel, "launch", lambda *a: (waiting.add(upload._gathering.block), note(*a)))
-        monkeypatch.setattr(launch_list.LaunchList, "__init__", lambda *a: (built.append(a), make(*a))[1])
+        inside.setattr(driver.Kernel, "launch", lambda *a: (waiting.add(upload._gathering.block), note(*a)))
+        inside.setattr(launch_list.LaunchList, "__init__", lambda *a: (built.append(a), make(*a))[1])
 
         def launches_of(lengths):
-            monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30))  # tables are made again
+            inside.setattr(hopper_plan, "_plans", LruCache(1 << 30))  # tables are made again
             q, k, v = (torch.zeros(512, heads, 128, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2))
             memory.name({"q": q, "k": k, "v": v})
             records.clear()
