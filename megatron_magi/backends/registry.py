@@ -50,7 +50,7 @@ LATENT: dict[str, Latent] = _latent()
 """Attention over lists of latent keys, likewise. A backend without a backward has that of the kernels in Triton."""
 
 _FASTEST_SPARSE = ("ffa",)
-"""The same for lists of keys. Kernels in Triton are taken by name alone: they have not been run on a GPU."""
+"""The same for lists of keys. Those for blocks and keys in Triton are taken by name alone: not yet run on a GPU."""
 
 _FASTEST_LATENT = ("triton",)
 """The same for lists of latent keys. The Hopper kernel is taken by name alone: it has not been timed beside these."""

@@ -52,7 +52,8 @@ def _text(source: str) -> str:
 
 @cache
 def _struct(name: str, members: tuple[tuple[str, type], ...]) -> type[ctypes.Structure]:
-    return type(name, (ctypes.Structure,), {"_fields_": list(members)})
+    # Without slots a member that the source does not have could be set, and the kernel would not see it.
+    return type(name, (ctypes.Structure,), {"_fields_": list(members), "__slots__": ()})
 
 
 def _members(text: str, name: str, macros: tuple[str, ...]) -> tuple[tuple[str, type], ...]:

@@ -120,8 +120,9 @@ class BatchDispatcher:
         return local
 
     def begin(self, batch: LoadedBatch) -> None:
-        """Does what `dispatch` does without waiting for other ranks or raising errors; `dispatch` then does the rest.
+        """Does what `dispatch` does without raising errors; `dispatch` then does the rest.
 
+        It waits for other ranks to begin, once for each group (`start_agreement`), and never for what they compute.
         All ranks of the agreement group begin the same microbatches in the same order.
         """
         planned, local, failure, agreement = None, None, None, None

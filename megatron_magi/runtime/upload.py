@@ -169,10 +169,11 @@ def together(device: torch.device) -> Iterator[None]:
 
 def when_there(do: Callable[[], object]) -> None:
     """Runs ``do`` once what was uploaded is there: now, or when `together` ends. For caches that other threads read."""
-    if _gathering.block is None:
+    block = _gathering.block
+    if block is None or not block.room:
         do()
     else:
-        _gathering.block.later.append(do)
+        block.later.append(do)
 
 
 class _Block:

@@ -60,6 +60,7 @@ def test_a_new_mask_copies_the_launches_of_calls_with_another(monkeypatch):
     """By keys alone: whoever makes one in each step binds launches once; and they are those of the mask itself."""
     config, built = MagiConfig(attend=AttendConfig(impl="ffa")), []
     monkeypatch.setattr(upload, "_MOST_TOGETHER", upload._LEAST_TOGETHER)  # blocks of one size
+    monkeypatch.setattr(upload, "_rooms", {})
 
     def key_of(lengths):
         bounds = np.cumsum([0, *lengths])
