@@ -68,8 +68,9 @@ def test_attention_kernels_fit_shared_memory_and_compile_without_serialised_prod
         assert taken.spilled_bytes <= PRODUCER_SPILL_BYTES, f"{source} {macros}: {taken}"
 
 
-def test_kernels_that_wait_for_keys_compile_like_those_that_do_not():
-    needed = needed_kernels(torch.bfloat16, (128, 128), 8, deterministic=False, stream_kv=True)
+@pytest.mark.parametrize("captured", [False, True])
+def test_kernels_that_wait_for_keys_compile_like_those_that_do_not(captured):
+    needed = needed_kernels(torch.bfloat16, (128, 128), 8, deterministic=False, stream_kv=True, captured=captured)
     for (source, _), taken in compile_all(needed):
         assert taken.spilled_bytes <= GATED_SPILL_BYTES, f"{source}: {taken}"
         assert "process" in source or taken.registers in (128, 168)
