@@ -161,8 +161,7 @@ def figures(runs: Sequence[Run]) -> list[list[Any]]:
             rows.append([*name, run.error.strip().splitlines()[-1][:120] if run.error else "failed", *[""] * 11])
             continue
         training, median = run.training, statistics.median(timed)
-        half = slice(len(training.step_ms) - len(timed), len(training.step_ms))
-        rate = operations(run, training, half) / world_size() / median / 1e9
+        rate = operations(run, training, slice(WARM_UP, len(training.step_ms))) / world_size() / median / 1e9
         last = training.losses[max(training.losses)] if training.losses else float("nan")
         rows.append([*name, f"{median:.1f}", f"{min(timed):.1f}", *_quartiles(timed),
                      str(len(timed)), f"{1e3 * run.tokens_per_gpu / median:.0f}",

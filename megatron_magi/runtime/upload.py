@@ -146,19 +146,19 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> Sequence
 
 
 @contextmanager
-def together(device: torch.device) -> Iterator[None]:
+def together(device: torch.device) -> Iterator[bool]:
     """Uploads to ``device`` inside of it, by this thread, are one copy, which is there when it ends; nothing may read
     them before. Inside of another it is a part of that. Large ones go by themselves at once; to GPUs all do, unless
-    `TO_GPUS_TOGETHER`.
+    `TO_GPUS_TOGETHER`. Yields whether any wait for that copy.
     """
     if _gathering.block is not None:
-        yield
+        yield bool(_gathering.block.room)
         return
     device = _with_index(device)
     room = 0 if device.type == "cuda" and not TO_GPUS_TOGETHER else _rooms.get(device, _LEAST_TOGETHER)
     block = _gathering.block = _Block(device, room)
     try:
-        yield
+        yield bool(room)
     finally:
         _gathering.block = None
         block.send()

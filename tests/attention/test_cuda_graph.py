@@ -89,18 +89,24 @@ SHAPES = {
 }
 
 
+def note_grids(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Thread blocks of each kernel's last launch from now on."""
+    note, grids = driver.Kernel.launch, {}
+
+    def look(kernel, config, pointers) -> None:
+        note(kernel, config, pointers)
+        grids[kernel.handle] = driver.LaunchConfig.from_address(config).grid[0]
+
+    monkeypatch.setattr(driver.Kernel, "launch", look)
+    return grids
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_launches_stay_and_read_the_tables_of_the_mask_that_was_loaded(monkeypatch, name, deterministic):
     config = MagiConfig(attend=AttendConfig(impl="ffa", deterministic=deterministic))
     with fake_driver(monkeypatch) as launched:
-        note, grids = driver.Kernel.launch, {}
-
-        def look(kernel, config, pointers) -> None:
-            note(kernel, config, pointers)
-            grids[kernel.handle] = driver.LaunchConfig.from_address(config).grid[0]
-
-        monkeypatch.setattr(driver.Kernel, "launch", look)
+        grids = note_grids(monkeypatch)
         inputs = tensors(ROWS, shape_of(*SHAPES[name]), CPU)
         first, *others = some_masks(ROWS)[::5]
         static = StaticPlans({0: plan_of(first)}, CPU, headroom=8)

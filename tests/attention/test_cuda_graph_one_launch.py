@@ -16,7 +16,7 @@ from megatron_magi.plan import RankPlan, given_dispatch, make_plan
 from megatron_magi.runtime.lru import LruCache
 from tests import forced
 from tests.attention import test_prepared_batch
-from tests.attention.test_cuda_graph import CPU, OF_A_MASK, attend, documents, some_masks, tensors
+from tests.attention.test_cuda_graph import CPU, OF_A_MASK, attend, documents, note_grids, some_masks, tensors
 from tests.backends.sm90.fake_driver import fake_driver
 
 one_rank_alone = test_prepared_batch.one_rank_alone
@@ -67,13 +67,7 @@ def test_launches_are_those_of_eager_mode_and_stay_and_read_the_tables_that_it_r
 ):
     config, shape = config_of(deterministic=deterministic), shape_of(name)
     with fake_driver(monkeypatch) as launched:
-        note, grids = driver.Kernel.launch, {}
-
-        def look(kernel, config, pointers) -> None:
-            note(kernel, config, pointers)
-            grids[kernel.handle] = driver.LaunchConfig.from_address(config).grid[0]
-
-        monkeypatch.setattr(driver.Kernel, "launch", look)
+        grids = note_grids(monkeypatch)
         asked = note_kernels(monkeypatch)
         monkeypatch.setattr(travel, "group_cast", distributed.group_cast)
         masks = some_masks(NUM_RANKS * ROWS)[::5]

@@ -10,6 +10,7 @@ import torch
 from megatron_magi.ops.latent_attention import latent_sparse_attention
 from megatron_magi.testing.error_budget import assert_within_budget
 from tests.backends.triton.test_latent_gpu import SCALE, random_lists, tensors
+from tests.graph_capture import capture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 DIM, DIM_V = 576, 512
@@ -135,15 +136,7 @@ def test_captured_graphs_read_new_lists_and_results_repeat():
     def step():
         return latent_sparse_attention(q, kv, indices, softmax_scale=SCALE, impl="ffa")[0]
 
-    step()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     indices.copy_(indices.roll(7, 0))
     graph.replay()
     assert all(torch.equal(captured, step()) for _ in range(5))

@@ -7,6 +7,7 @@ import torch
 
 from megatron_magi.ops.latent_attention import latent_sparse_attention
 from megatron_magi.testing.error_budget import assert_within_budget
+from tests.graph_capture import capture
 
 pytestmark = pytest.mark.gpu
 SCALE = 192**-0.5
@@ -104,15 +105,7 @@ def test_captured_graphs_read_new_lists(deterministic):
         )
         return out, *torch.autograd.grad(out, (q, kv), torch.ones_like(out))
 
-    step()  # compiles
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     indices.copy_(indices.roll(7, 0))
     graph.replay()
     for got, wanted in zip(captured, step(), strict=True):
