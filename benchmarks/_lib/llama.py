@@ -1,4 +1,4 @@
-"""The Llamas that are trained, as Megatron's command line has them."""
+"""The models that are trained, as Megatron's command line has them: Llamas, and one with experts."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 NUM_LAYERS, HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCABULARY = 16, 2048, 8192, 16, 4, 128, 32000
 WINDOW = 1024
 
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama with heads of `HEAD_DIM`.
+    """A Llama with heads of `HEAD_DIM`, or a model like it with experts.
 
     Attributes:
         layers: number of layers.
         hidden: width.
-        ffn: width inside a feed-forward block.
+        ffn: width inside a feed-forward block, or inside one expert.
         heads: query heads.
         kv_heads: key/value heads; TE's a2a needs a multiple of CP.
         args: further arguments of Megatron.
+        experts: of a layer, spread over all ranks; 0 for one feed-forward block.
+        experts_a_token: of these, that each token goes through.
     """
 
     layers: int = NUM_LAYERS
@@ -29,12 +33,26 @@ class Model:
     heads: int = HEADS
     kv_heads: int = GROUPS
     args: tuple[str, ...] = ()
+    experts: int = 0
+    experts_a_token: int = 1
 
     @property
     def parameters(self) -> int:
-        """Of matrix products; the embedding is none."""
+        """Of the matrix products that a token goes through; the embedding is none."""
         attention = self.hidden * (2 * self.heads + 2 * self.kv_heads) * HEAD_DIM
-        return self.layers * (attention + 3 * self.hidden * self.ffn) + self.hidden * VOCABULARY
+        forward = self.hidden * (3 * self.ffn * self.experts_a_token + self.experts)
+        return self.layers * (attention + forward) + self.hidden * VOCABULARY
+
+    def expert_args(self) -> list[str]:
+        """Megatron's arguments of the experts; tokens go to random ones, so that all ranks have the same work."""
+        if not self.experts:
+            return []
+        args = ["--num-experts", str(self.experts), "--moe-router-topk", str(self.experts_a_token)]
+        args += ["--moe-ffn-hidden-size", str(self.ffn), "--expert-model-parallel-size", str(world_size())]
+        args += ["--moe-token-dispatcher-type", "alltoall", "--moe-router-load-balancing-type", "none"]
+        # Megatron asks the GPU whether it can multiply in groups.
+        grouped = ["--moe-grouped-gemm"] if torch.cuda.is_available() else []
+        return [*args, "--moe-router-force-load-balancing", *grouped]
 
 
 RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
@@ -44,7 +62,10 @@ MODELS = {
     "llama_1b": Model(),
     "llama_1b_8_kv_heads": Model(kv_heads=8),
     "llama_8b": Model(32, 4096, 14336, 32, 8, RECOMPUTED),
+    "llama_8b_2_layers": Model(2, 4096, 14336, 32, 8, RECOMPUTED),
+    "qwen3_30b_a3b_2_layers": Model(2, 2048, 768, 32, 4, (*RECOMPUTED, "--qk-layernorm"), 128, 8),
 }
+"""The last two are slices for two GPUs: the real widths in fewer layers, with this vocabulary."""
 
 
 def model_args(seq_length: int, data: Path, steps: int, model: Model = MODELS["llama_1b"]) -> list[str]:
@@ -68,7 +89,7 @@ def model_args(seq_length: int, data: Path, steps: int, model: Model = MODELS["l
         import fused_weight_gradient_mlp_cuda  # noqa: F401
     except ImportError:
         flags.append("--no-gradient-accumulation-fusion")
-    return [*(str(item) for pair in named.items() for item in pair), *flags, *model.args]
+    return [*(str(item) for pair in named.items() for item in pair), *flags, *model.expert_args(), *model.args]
 
 
 def world_size() -> int:

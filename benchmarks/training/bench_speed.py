@@ -1,4 +1,4 @@
-"""Training speed of a Llama with Transformer Engine layers: magi and TE's context parallelism.
+"""Training speed of models with Transformer Engine layers: magi and TE's context parallelism.
 
     torchrun --nproc-per-node 2 -m benchmarks.training.bench_speed --out DIR [--lengths 8192 32768] [--masks causal ...]
 
@@ -25,6 +25,9 @@ captured: Megatron copies each batch to tensors of the first one's shapes, in wh
 
 `no_attention` is magi with an attention that does nothing: how fast a step would be if attention cost no time. It
 trains nothing, and runs where it is named.
+
+`--model` trains another than the Llama 1B; `llama_8b_2_layers` and `qwen3_30b_a3b_2_layers` are slices of large models
+that fit two GPUs with 64k tokens each (estimated: 50 and 75 GiB).
 
 `--profile` adds one step under torch's profiler to runs, after those that are timed: where its time goes, and how
 long the device has nothing to do; rank 0 keeps its trace.
@@ -68,7 +71,7 @@ NEAREST = {
 
 
 WARM_UP = 4
-"""Steps before those that are timed."""
+"""Steps before those that are timed, unless `--warm-up` says otherwise."""
 
 HEADER = ["mask", "tokens_per_gpu", "provider", "ran", "step_ms", "best_step_ms", "quarter_ms", "three_quarters_ms",
           "timed_steps", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_gib", "reserved_gib", "device_gib",
@@ -87,6 +90,7 @@ class Run:
         training: what was seen, on rank 0; None if it failed.
         kernels: of the profiled step, by group, milliseconds of the device.
         error: why it failed.
+        warm_up: steps before those that are timed.
     """
 
     mask: str
@@ -96,6 +100,7 @@ class Run:
     training: Training | None = None
     kernels: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    warm_up: int = WARM_UP
 
     @property
     def ran(self) -> tuple[str, str]:
@@ -161,7 +166,7 @@ def figures(runs: Sequence[Run]) -> list[list[Any]]:
             rows.append([*name, run.error.strip().splitlines()[-1][:120] if run.error else "failed", *[""] * 11])
             continue
         training, median = run.training, statistics.median(timed)
-        rate = operations(run, training, slice(WARM_UP, len(training.step_ms))) / world_size() / median / 1e9
+        rate = operations(run, training, slice(run.warm_up, len(training.step_ms))) / world_size() / median / 1e9
         last = training.losses[max(training.losses)] if training.losses else float("nan")
         rows.append([*name, f"{median:.1f}", f"{min(timed):.1f}", *_quartiles(timed),
                      str(len(timed)), f"{1e3 * run.tokens_per_gpu / median:.0f}",
@@ -171,7 +176,7 @@ def figures(runs: Sequence[Run]) -> list[list[Any]]:
 
 
 def _timed_steps(run: Run) -> list[float]:
-    return run.training.step_ms[WARM_UP:] if run.training else []
+    return run.training.step_ms[run.warm_up :] if run.training else []
 
 
 def _quartiles(timed: Sequence[float]) -> tuple[str, str]:
@@ -316,7 +321,7 @@ def bench(options: argparse.Namespace) -> list[Run]:
     providers = [p for p in options.providers if p != "te_a2a_p2p" or world_size() % 4 == 0]
     wanted = options.runs or [(m, p, n, None) for n in options.lengths for m in options.masks for p in providers]
     for mask, provider, tokens, own_steps in wanted:
-        run = Run(mask, tokens, provider, MODELS[options.model])
+        run = Run(mask, tokens, provider, MODELS[options.model], warm_up=options.warm_up)
         runs.append(run)
         same = [r for r in runs if r.training and (r.tokens_per_gpu, r.provider, r.mask) == run.key]
         if same:
@@ -324,7 +329,7 @@ def bench(options: argparse.Namespace) -> list[Run]:
             if _main_rank():
                 _report(run, runs, None, options)
             continue
-        steps = WARM_UP + (own_steps or options.steps)
+        steps = run.warm_up + (own_steps or options.steps)
         data, seq_length = options.out / "data" / "text", run.tokens_per_gpu * world_size()
         profiles = options.profile == [] or not {provider, f"{mask}:{provider}"}.isdisjoint(options.profile or ())
         args = model_args(seq_length, data, steps + profiles, run.model)
@@ -400,7 +405,8 @@ def main() -> None:
         help="these, in this order, instead of --lengths x --masks x --providers",
     )
     parser.add_argument("--model", choices=list(MODELS), default="llama_1b")
-    parser.add_argument("--steps", type=int, default=20, help=f"that are timed, after {WARM_UP} that are not")
+    parser.add_argument("--steps", type=int, default=20, help="that are timed")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before these")
     parser.add_argument(
         "--further", type=str.split, default=[], help="arguments of Megatron for all runs, in one string"
     )
@@ -426,7 +432,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if _main_rank():
         runs = options.runs or [("", "", max(options.lengths), None)]
-        tokens = max(tokens * (WARM_UP + (steps or options.steps) + 2) for _, _, tokens, steps in runs)
+        tokens = max(tokens * (options.warm_up + (steps or options.steps) + 2) for _, _, tokens, steps in runs)
         write_documents(options.out / "data", 4 * tokens * world_size())
     use_padded_documents()
     while options.after and not options.after.exists():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
 import pytest
 
 from benchmarks._lib.trainer import Training
 from benchmarks.training import bench_speed as bench
+from megatron_magi.testing.megatron_launch import launch
 
 
 def run(mask: str, provider: str, step_ms: float, tokens: int = 4096) -> bench.Run:
@@ -63,6 +66,8 @@ def test_steps_that_warm_up_are_not_timed_and_the_spread_is_shown() -> None:
     assert row[4:10] == ["20.0", "20.0", "20.0", "20.0", "4", f"{1e3 * 4096 / 20:.0f}"]
     timed.training.step_ms[-4:] = [10.0, 20.0, 30.0, 40.0]
     assert bench.figures([timed])[0][4:9] == ["25.0", "10.0", "17.5", "32.5", "4"]
+    timed.warm_up = 6
+    assert bench.figures([timed])[0][4:9] == ["35.0", "30.0", "32.5", "37.5", "2"]
 
 
 def test_every_step_is_in_a_table_of_its_own() -> None:
@@ -119,13 +124,38 @@ def test_larger_model_counts_its_own_layers_and_heads(monkeypatch) -> None:
     )
 
 
+def test_slices_have_the_layers_of_the_models_that_they_are_of() -> None:
+    """Qwen3-30B-A3B: 48 layers, 30.5 billion parameters, 3.3 billion of them active; two embeddings of 151,936."""
+    head = bench.VOCABULARY
+    large, two = bench.MODELS["llama_8b"], bench.MODELS["llama_8b_2_layers"]
+    assert (large.parameters - 4096 * head) / 32 == (two.parameters - 4096 * head) / 2
+    moe = bench.MODELS["qwen3_30b_a3b_2_layers"]
+    active = (moe.parameters - 2048 * head) / 2
+    idle = 3 * moe.hidden * moe.ffn * (moe.experts - moe.experts_a_token)
+    embeddings = 2 * 151936 * 2048
+    assert 48 * active + embeddings == pytest.approx(3.3e9, rel=0.02)
+    assert 48 * (active + idle) + embeddings == pytest.approx(30.5e9, rel=0.005)
+
+
+def test_slices_train(tmp_path, monkeypatch) -> None:
+    """Over two ranks on CPUs, with narrow layers: a dense model, and one whose experts are spread over the ranks."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    bench.write_documents(tmp_path, 2000)
+    run = launch([str(tmp_path / "text")], 2, script=str(Path(__file__).with_name("train_slices.py")))
+    found = re.findall(r"^slice (\w+) 1 steps, losses (\d+\.\d+)$", run.stdout, re.MULTILINE)
+    assert {name for name, _ in found} == {name for name in bench.MODELS if "_2_layers" in name}
+    assert all(float(loss) == pytest.approx(10.37, abs=0.1) for _, loss in found)  # ln(32000)
+
+
 def test_last_run_that_repeats_another_is_in_the_table(monkeypatch, tmp_path) -> None:
     done = run("causal", "te_p2p", 20.0).training
     monkeypatch.setattr(bench.TrainingSession, "run", lambda self, argv, around_step: done)
     monkeypatch.setattr(bench, "_gather", lambda made: None)
     asked = [bench._run(text) for text in ("causal:te_p2p:4096", "window_sink:te_p2p:4096")]
     bench.bench(
-        argparse.Namespace(runs=asked, providers=[], model="llama_1b", steps=4, further=[], profile=None, out=tmp_path)
+        argparse.Namespace(
+            runs=asked, providers=[], model="llama_1b", steps=4, warm_up=4, further=[], profile=None, out=tmp_path
+        )
     )
     rows = (tmp_path / "training.csv").read_text().splitlines()
     assert "full attention, no sink" in rows[-1]
