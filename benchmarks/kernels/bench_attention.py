@@ -4,7 +4,7 @@
         [--charts FOLDER]
     python -m benchmarks.kernels.bench_attention --cells HEAD_DIM:HEADS_Q:HEADS_KV:MASK:LENGTH ... [--providers ...]
         [--seconds S] [--turn-ms MS] [--dense-once] [--csv FILE]
-    python -m benchmarks.kernels.bench_attention --plot FILE --charts FOLDER    (draws measured results; needs no GPU)
+    python -m benchmarks.kernels.bench_attention --plot FILE [FILE ...] --charts FOLDER    (draws results; needs no GPU)
 
 Every figure is TFLOP/s of the mask's area (forward 4 * area * heads * head_dim, backward 2.5 times that) and its
 ratio to cuDNN through torch, measured in the same run: to the same mask for full and causal, else to cuDNN's dense rate
@@ -29,7 +29,7 @@ import torch
 
 from benchmarks._lib.accuracy import exact_sample, key_gradients, mismatch
 from benchmarks._lib.cases import MASKS, Case, Cell, Shape, parse_shape
-from benchmarks._lib.charts.attention import draw, draw_summary
+from benchmarks._lib.charts.attention import combine, draw, draw_summary
 from benchmarks._lib.provenance import write_csv
 from benchmarks._lib.providers import PROVIDERS, Flex, Problem, Provider, Unavailable, make_problem
 from benchmarks._lib.results import read_results
@@ -242,14 +242,18 @@ def _save(path: str | None, rows: Sequence[Mapping[str, object]]) -> None:
         write_csv(path, header, [[row[h] for h in header] for row in sorted(rows, key=order)])
 
 
-def draw_all(results: str, folder: str) -> None:
-    """A chart of each pass and one of some masks at the greatest length, named after the results file."""
-    source, rows = read_results(results)
+def draw_all(results: Sequence[str], folder: str) -> None:
+    """A chart of each pass and one of some masks at the greatest length, named after the first results file.
+
+    Others add what it lacks (`benchmarks._lib.charts.attention.combine`).
+    """
+    source, rows = combine([read_results(file) for file in results])
+    stem = Path(results[0]).stem
     Path(folder).mkdir(parents=True, exist_ok=True)
     for which in PASSES:
-        draw(Path(folder) / f"{Path(results).stem}_{which}.png", rows, which, source)
+        draw(Path(folder) / f"{stem}_{which}.png", rows, which, source)
     longest = max(int(row["length"]) for row in rows)
-    draw_summary(Path(folder) / f"{Path(results).stem}_summary.png", rows, longest, source)
+    draw_summary(Path(folder) / f"{stem}_summary.png", rows, longest, source)
 
 
 def _arguments() -> argparse.Namespace:
@@ -270,7 +274,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-seconds", type=float, default=215.0, help="begin nothing new after it")
     parser.add_argument("--csv", help="where to write the table, with where it comes from in its first lines")
     parser.add_argument("--charts", help="folder of the charts")
-    parser.add_argument("--plot", metavar="CSV", help="only draw this file's charts")
+    parser.add_argument("--plot", metavar="CSV", nargs="+", help="only draw these files' charts")
     return parser.parse_args()
 
 
@@ -278,7 +282,7 @@ def main() -> None:
     """Measures, or draws what was measured."""
     args = _arguments()
     if args.plot:
-        draw_all(args.plot, args.charts or str(Path(args.plot).parent))
+        draw_all(args.plot, args.charts or str(Path(args.plot[0]).parent))
         return
     if args.charts and not args.csv:
         sys.exit("--charts: needs --csv, which it draws")
@@ -295,7 +299,7 @@ def main() -> None:
     print(f"{args.dtype}{shapes}: TFLOP/s forward/backward (ratio to cuDNN)")
     rows = run(settings, cells, args.max_seconds, args.csv, shapes=bool(args.cells))
     if args.charts and rows:
-        draw_all(args.csv, args.charts)
+        draw_all([args.csv], args.charts)
 
 
 if __name__ == "__main__":

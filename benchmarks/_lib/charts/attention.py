@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks._lib.cases import MASKS
 from benchmarks._lib.results import Row
 
 COLORS = {
@@ -23,6 +24,54 @@ MASK_TITLES = {
     "short_causal": "short docs,\ncausal", "short_full": "short docs,\nfull", "many_ranges": "1,000 docs,\ncausal",
     "distant_ranges": "1,000 scattered\nkey ranges",
 }  # fmt: skip
+
+
+OVER_BARS = "over magi's bar its rate as a multiple of the fastest other library that has this mask"
+OWN = ("magi_cudnn", "ffa", "triton")
+"""What this package computes with; all others are other libraries."""
+WITHOUT_INTERVALS = ("fa3", "fa4")
+"""Providers that have variable lengths and windows, and no other masks."""
+
+
+def combine(files: Sequence[tuple[Mapping[str, str], Sequence[Row]]]) -> tuple[dict[str, str], list[Row]]:
+    """Rows and provenance of a chart of several files, as the first file alone would give them.
+
+    A mask at a length is of one file: of the first among those in which most providers were measured. Only the shape
+    and the lengths of the first file count.
+    """
+
+    def shape(row: Row) -> tuple[str, str]:
+        return row.get("head_dim", "128"), row.get("heads", "64:8")
+
+    lengths = {row["length"] for row in files[0][1]}
+    cells: dict[tuple[str, str], tuple[int, list[Row]]] = {}
+    for number, (_, rows) in enumerate(files):
+        here: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            if shape(row) == shape(files[0][1][0]) and row["length"] in lengths:
+                here.setdefault((row["mask"], row["length"]), []).append(row)
+        for cell, found in here.items():
+            if len(found) > len(cells.get(cell, (0, []))[1]):
+                cells[cell] = number, found
+    used = sorted({number for number, _ in cells.values()})
+    names = dict.fromkeys(name for number in used for name in files[number][0])
+    source = {name: ", ".join(dict.fromkeys(files[n][0][name] for n in used if name in files[n][0])) for name in names}
+    return source, [row for _, found in cells.values() for row in found]
+
+
+def times_fastest(rows: Sequence[Row], which: str) -> float | None:
+    """Rate of ``ffa`` over that of the fastest other library in ``rows``, which are of one mask and length."""
+    rates = {row["provider"]: float(row[f"{which}_tflops"]) for row in rows if row[f"{which}_tflops"]}
+    best = max((rate for provider, rate in rates.items() if provider not in OWN), default=0.0)
+    return rates["ffa"] / best if best and "ffa" in rates else None
+
+
+def missing(provider: str, mask: str) -> str:
+    """Why a provider has no bar."""
+    no_mask = mask not in ("full", "causal") if provider == "cudnn" else False
+    if provider in WITHOUT_INTERVALS:
+        no_mask = not MASKS[mask](2048).plain
+    return "no such mask" if no_mask else "not measured"
 
 
 def draw(path: str | Path, rows: Sequence[Row], which: str, source: Mapping[str, str]) -> None:
@@ -55,10 +104,7 @@ def draw(path: str | Path, rows: Sequence[Row], which: str, source: Mapping[str,
     columns = min(len(handles), int(width / 1.7))
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
     shown = [source[name] for name in ("device", "software", "commit", "date") if name in source]
-    text = (
-        f"{which} TFLOP/s of the mask's area; over each bar the ratio to cuDNN: of the same mask for full and causal, "
-        "else of its dense rate"
-    )
+    text = f"{which} TFLOP/s of visible pairs; {OVER_BARS}"
     lines = [*textwrap.wrap(text, int(width * 15)), *textwrap.wrap(" · ".join(shown), int(width * 15))]
     figure.supxlabel("\n".join(lines), fontsize=8)
     figure.savefig(path, dpi=110)
@@ -88,7 +134,7 @@ def draw_summary(path: str | Path, rows: Sequence[Row], length: int, source: Map
     handles.append(plt.Line2D([], [], color="black", ls=":", lw=1, label="cuDNN, dense, same length"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
     shown = " · ".join(source[name] for name in ("device", "software", "commit", "date") if name in source)
-    figure.supxlabel(f"TFLOP/s of visible pairs; over each bar the ratio to cuDNN · {shown}", fontsize=8)
+    figure.supxlabel(f"TFLOP/s of visible pairs; {OVER_BARS} · {shown}", fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -98,17 +144,19 @@ def _draw_panel(panel, rows: Sequence[Row], which: str, masks: Sequence[str], pr
     step = 0.84 / max(1, len(providers))
     top = max((float(r[f"{which}_tflops"]) for r in rows), default=1.0)
     for x, mask in enumerate(masks):
-        present = [p for p in providers if (mask, p) in found]
-        for i, provider in enumerate(present):
-            row = found[mask, provider]
-            rate, ratio = float(row[f"{which}_tflops"]), row[f"{which}_ratio"]
-            left = x + (i - (len(present) - 1) / 2) * step
+        ratio = times_fastest([r for r in rows if r["mask"] == mask], which)
+        for i, provider in enumerate(providers):
+            left = x + (i - (len(providers) - 1) / 2) * step
+            if (mask, provider) not in found:
+                panel.annotate(missing(provider, mask), (left, 0), (0, 2), textcoords="offset points", ha="center",
+                               va="bottom", fontsize=6, rotation=90, color="#555555")  # fmt: skip
+                continue
+            rate = float(found[mask, provider][f"{which}_tflops"])
             panel.bar(left, rate, step * 0.92, color=COLORS[provider])
-            label = f"{float(ratio):.2f}" if ratio else ""
-            weight = "bold" if provider == "ffa" else "normal"
-            panel.annotate(label, (left, rate), (0, 2), textcoords="offset points", ha="center", va="bottom",
-                           fontsize=7, rotation=90, weight=weight, zorder=4,
-                           bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
+            if provider == "ffa" and ratio is not None:
+                panel.annotate(f"{ratio:.2f}", (left, rate), (0, 2), textcoords="offset points", ha="center",
+                               va="bottom", fontsize=8, weight="bold", zorder=4,
+                               bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
         dense = next((r for r in rows if r["mask"] == mask and r["yardstick"] != "same mask"), None)
         if dense and dense[f"{which}_yardstick"]:
             base = float(dense[f"{which}_yardstick"])

@@ -12,7 +12,7 @@ from benchmarks._lib.baselines import Cluster
 from benchmarks._lib.baselines.alone import Alone
 from benchmarks._lib.baselines.base import Unsupported
 from benchmarks._lib.batches import DISTRIBUTED
-from benchmarks._lib.charts.distributed import draw, read_rows, write_rows
+from benchmarks._lib.charts.distributed import draw, read_rows, times_fastest, write_rows
 from benchmarks._lib.provenance import write_csv
 from benchmarks._lib.trace import is_communication, overlap, union
 from benchmarks.distributed import bench_methods
@@ -124,6 +124,12 @@ def test_overlap_is_what_both_cover():
 )
 def test_communication_is_told_by_names(name, moves):
     assert is_communication(name) is moves
+
+
+def test_a_chart_compares_with_the_fastest_other_method():
+    rates = {"alone": 9.0, "magi": 6.0, "magi_zigzag": 7.0, "two_levels": 8.0, "ring": 4.0, "torch_ring": 5.0}
+    assert times_fastest(rates) == pytest.approx(1.2)
+    assert times_fastest({"magi": 6.0, "alone": 9.0}) is None
 
 
 def test_chart_shows_what_was_measured_and_leaves_out_what_was_not(tmp_path):

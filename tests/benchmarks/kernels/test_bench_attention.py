@@ -180,10 +180,38 @@ def test_results_are_read_as_written(results):
 
 
 def test_charts_of_both_passes_are_drawn_from_a_file(results, tmp_path):
-    bench_attention.draw_all(str(results), str(tmp_path / "charts"))
+    bench_attention.draw_all([str(results)], str(tmp_path / "charts"))
     for which in (*bench_attention.PASSES, "summary"):
         picture = tmp_path / "charts" / f"attention_{which}.png"
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def row(provider: str, rate: float, mask: str = "window", length: int = 8192, **shape: str) -> dict[str, str]:
+    return {**shape, "mask": mask, "length": str(length), "provider": provider, "forward_tflops": str(rate)}
+
+
+def test_a_chart_compares_with_the_fastest_other_library_that_has_the_mask():
+    rows = [row("ffa", 660.0), row("triton", 900.0), row("fa3", 600.0), row("fa4", 550.0)]
+    assert charts.times_fastest(rows, "forward") == pytest.approx(1.1)
+    assert charts.times_fastest(rows[:2], "forward") is None
+    assert charts.missing("fa3", "prefix_tree") == charts.missing("cudnn", "window") == "no such mask"
+    assert charts.missing("fa3", "window") == charts.missing("cudnn_flex", "prefix_tree") == "not measured"
+
+
+def test_a_chart_of_several_files_takes_each_mask_from_the_file_with_most_providers():
+    first = [row("ffa", 1.0), row("ffa", 2.0, "causal"), row("fa3", 1.0, "causal")]
+    more = [row("ffa", 3.0, head_dim="128", heads="64:8"), row("fa3", 3.0, head_dim="128", heads="64:8"),
+            row("ffa", 4.0, "causal", head_dim="128", heads="64:8"), row("ffa", 5.0, head_dim="64", heads="64:8"),
+            row("ffa", 6.0, length=65536, head_dim="128", heads="64:8")]  # fmt: skip
+    source, rows = charts.combine([({"commit": "a", "date": "d"}, first), ({"commit": "b", "date": "d"}, more)])
+    assert source == {"commit": "a, b", "date": "d"}
+    found = {(r["mask"], r["provider"]): r["forward_tflops"] for r in rows}
+    assert found == {
+        ("window", "ffa"): "3.0",
+        ("window", "fa3"): "3.0",
+        ("causal", "ffa"): "2.0",
+        ("causal", "fa3"): "1.0",
+    }
 
 
 def test_every_mask_and_provider_has_a_title_and_a_color():
