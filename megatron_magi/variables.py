@@ -281,8 +281,8 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         _toggle(
             "SANITY_CHECK",
             "Each pass of attention looks for NaN and inf in q, k, v, the sink (NaN alone) and the gradient of the "
-            "output, also in rows that the mask hides and in padding, and compares the call with the other ranks'. An "
-            "error names tensor, row and rank. Slow. (Masks and arguments are always checked, plans and calls when "
+            "output, also in rows that the mask hides and in padding. It also compares the call with the other ranks'. "
+            "An error names tensor, row and rank. Slow. (Masks and arguments are always checked, plans and calls when "
             "they change.)",
             "attend.sanity_check",
         ),
