@@ -376,7 +376,7 @@ def test_options_need_this_backend(monkeypatch: pytest.MonkeyPatch, name: str) -
 
 @pytest.mark.parametrize(
     ("extra", "is_kept"),
-    [([], True), (["--micro-batch-size", "2"], False), (["--multi-latent-attention"], False)],
+    [([], True), (["--micro-batch-size", "2"], True), (["--multi-latent-attention"], False)],
     ids=["one_sequence", "two_sequences", "mla"],
 )
 def test_rope_fusion_is_given_up_with_a_notice_where_it_cannot_work(
