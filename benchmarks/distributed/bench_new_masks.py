@@ -124,9 +124,7 @@ def capture(
     rank: int, plan: RankPlan, num_layers: int, config: MagiConfig
 ) -> tuple[Steps, Callable[[RankPlan], None], dict]:
     """Steps of their own, what loads a mask and replays them, and what batches are to be prepared like."""
-    static = StaticPlans(
-        {"full": plan}, torch.device("cuda", rank), dist.group.WORLD, headroom=4, one_launch=config.overlap.one_launch
-    )
+    static = StaticPlans({"full": plan}, torch.device("cuda", rank), dist.group.WORLD, headroom=4)
     steps = Steps(rank, plan.num_rows, num_layers, config)
     return steps, steps.captured(static), static.facts
 

@@ -15,7 +15,7 @@ from megatron_magi.attention.fused_comm import joined_bands, may_join
 from megatron_magi.attention.prepared_batch import StaticFacts
 from megatron_magi.attention.static_moves import StaticMoves
 from megatron_magi.backends.base import Backend, ChangingMask, ChangingMemory, MaskSize, copy_tables, refuse_capture
-from megatron_magi.checks import flag, number
+from megatron_magi.checks import number
 from megatron_magi.comm.agreement import start_agreement, told
 from megatron_magi.comm.group_collective import GroupCastArgs, raise_failure
 from megatron_magi.comm.groups import Group, group_of
@@ -42,15 +42,14 @@ class StaticPlans:
     Args:
         plans: of the first microbatch, which is loaded. On several ranks of at most one remote stage
             (``OverlapConfig(degree=1)``), with ``comm.ranks_per_node`` None and without ``dispatch.uneven_shard`` and
-            groups of heads (`RankPlan.head_groups`).
+            groups of heads (`RankPlan.head_groups`). A pass is one launch where it is one in eager mode
+            (`OverlapConfig.one_launch`).
         device: a Hopper GPU.
         group: the ranks; None for one.
         headroom: capacity of tables, and of fetched rows, as a multiple of the longest of ``plans`` and ``samples``; at
             least 1. The same on all ranks.
         samples: plans of other microbatches that must fit, the same ones on all ranks. Kernels are chosen for the first
             of them, if any.
-        one_launch: on several ranks each pass is one launch where it is one in eager mode (`OverlapConfig.one_launch`);
-            not run on a GPU in its present form. Otherwise fetched keys have a stage.
         queries: ``home``: queries of no plan travel (`RankPlan.moves`). ``travel``: they can, if those of ``plans`` or
             of a sample do; this has not run on a GPU yet.
         backend: name of the implementation whose launches are captured; the first that can be when None.
@@ -61,8 +60,8 @@ class StaticPlans:
 
     Raises:
         ValueError: an argument, named in the message, is not as above.
-        RuntimeError: ranks differ in rows, ``headroom``, ``samples`` or ``one_launch``, or another rank raised an
-            error.
+        RuntimeError: ranks differ in rows, ``headroom``, ``samples`` or in whether a pass is one launch, or another
+            rank raised an error.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class StaticPlans:
         *,
         headroom: float = 2.0,
         samples: Sequence[Mapping[Any, RankPlan]] = (),
-        one_launch: bool = False,
         queries: Literal["home", "travel"] = "home",
         backend: str | None = None,
     ) -> None:
@@ -86,13 +84,12 @@ class StaticPlans:
         self._memory = maker.capture.memory(device)
         with told(self._group):
             number(headroom, "headroom", 1)
-            flag(one_launch, "one_launch")
             if queries not in ("home", "travel"):
                 raise ValueError(f"queries: expected 'home' or 'travel', got {queries!r}")
             for sample in (*samples, plans):
                 _check_names(plans, sample)
                 _check_queries(sample, queries)
-            of_all = device, maker, self._memory, headroom, one_launch
+            of_all = device, maker, self._memory, headroom
             made = {name: _StaticPlan(name, [of[name] for of in (*samples, plans)], *of_all) for name in plans}
         if self._group is not None:  # ranks that have room for different numbers of rows exchange different chunks
             compared = {
@@ -184,7 +181,6 @@ class _StaticPlan:
         backend: Backend,
         memory: ChangingMemory,
         headroom: float,
-        one_launch: bool,
     ) -> None:
         plan = max(samples, key=lambda sample: sample.degree)
         cp_size, num_rows = plan.cp_size, plan.num_rows
@@ -221,7 +217,7 @@ class _StaticPlan:
             for masks, most in zip(stages, most_keys, strict=True)
         ]
         self.joined, self._programs = None, backend.programs
-        if one_launch and self._programs is not None and may_join(plan):
+        if self._programs is not None and may_join(plan):
             joined = [self._joined(sample) for sample in samples]
             most = sum(most_keys)
             self.joined = backend.capture.mask(joined, most_rows, most, device, memory, headroom, num_rows)

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_magi import envs
+from megatron_magi.mcore import rotary
 from megatron_magi.mcore.argv import add_arguments
 from megatron_magi.mcore.batch import BatchDispatcher
 from megatron_magi.mcore.forward_step import make_dispatcher
@@ -59,6 +60,8 @@ def attend_by_plan(chunks: list[nn.Module]) -> list[nn.Module]:
     for chunk in chunks:
         if type(chunk) is not GPTModel:
             raise ValueError(f"chunks: expected Megatron's GPTModel, got {type(chunk).__name__}")
+    rotary.install()
+    for chunk in chunks:
         chunk.__class__ = MagiGPTModel
         chunk._take_positions()
     return chunks

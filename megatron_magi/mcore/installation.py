@@ -43,7 +43,7 @@ def install(expand: Callable[[Sequence[str]], Sequence[str]] = list) -> None:
 
         without_gpu.install()
     wheel_repairs.install()
-    from megatron_magi.mcore import cuda_graph, experts, hybrid, linear_layers, model, mtp, trainer, user_step
+    from megatron_magi.mcore import cuda_graph, experts, hybrid, linear_layers, model, mtp, rotary, trainer, user_step
 
-    for part in (arguments, trainer, mtp, experts, model, hybrid, linear_layers, user_step, cuda_graph):
+    for part in (arguments, trainer, mtp, rotary, experts, model, hybrid, linear_layers, user_step, cuda_graph):
         part.install()

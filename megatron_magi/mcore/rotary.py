@@ -10,7 +10,40 @@ from megatron.core.transformer.experimental_attention_variant.absorbed_mla impor
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import nn
 
+from megatron_magi.mcore import seams
 from megatron_magi.mcore.carrier import MagiSeqParams, ShardLayout, carrier_of
+
+_APPLY = "core.transformer.attention:apply_rotary_pos_emb"
+
+
+def install() -> None:
+    """Lets Transformer Engine's fused kernel rotate dispatched tokens of several sequences. Idempotent."""
+    seams.put(_APPLY, apply_rotary_pos_emb)
+
+
+def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, config: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Megatron's function of this name, where several sequences with angles of their own count as one to the kernel.
+
+    Transformer Engine's kernel takes one row of angles for all sequences of a place. Without it Megatron rotates by
+    sines and cosines rounded to 16 bits.
+
+    Args:
+        t: ``[seqlen, batch_size, num_heads, head_dim]``, queries or keys.
+        freqs: angles, ``[seqlen, 1 or batch_size, 1, rotary_dim]``.
+        config: Megatron's.
+        *args: passed on.
+        **kwargs: passed on.
+
+    Returns:
+        The shape of ``t``.
+    """
+    original = seams.original(_APPLY)
+    # Angles of three axes (mRoPE) are a sequence's own in Megatron too, which says how it rotates by them.
+    if not config.apply_rope_fusion or config.mrope_section is not None or freqs.shape[1] == 1:
+        return original(t, freqs, config, *args, **kwargs)
+    assert t.shape[:2] == freqs.shape[:2], f"tokens {t.shape}, angles {freqs.shape}"
+    rows = original(t.flatten(0, 1).unsqueeze(1), freqs.flatten(0, 1).unsqueeze(1), config, *args, **kwargs)
+    return rows.view(*t.shape[:2], *rows.shape[2:])
 
 
 def select_positions(table: torch.Tensor, layout: ShardLayout) -> torch.Tensor:

@@ -122,6 +122,8 @@ SEAMS = (
          "packed_seq", "cp_group"), "rotary", "angles of all positions (on instances)"),
     Seam(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward", "wrapped", ("max_seq_len", "offset",
          "packed_seq", "cp_group"), "rotary", "likewise"),
+    Seam("core.transformer.attention:apply_rotary_pos_emb", "wrapped", ("t", "freqs", "config", "cu_seqlens", "mscale",
+         "cp_group"), "rotary", "the fused kernel takes one row of angles a place"),
     Seam(f"{_LATENT}:MultiLatentAttention.forward", "relied on", ("hidden_states",
          "packed_seq_params"), "rotary", "a hook takes the carrier from its arguments"),
     Seam("core.transformer.multi_token_prediction:roll_tensor", "replaced", ("tensor", "shifts", "dims", "cp_group",

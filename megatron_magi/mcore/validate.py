@@ -84,14 +84,11 @@ def settle_arguments(args: Namespace) -> list[str]:
         args.cp_comm_type = ["allgather"]  # the one that Megatron takes with sparse attention
     if args.flash_attention_version is not None:
         notices.append("flash_attention_version: no effect with --attention-backend magi, which has its own kernels")
-    reason = None
-    if args.multi_latent_attention:
-        reason = "multi-latent attention"
-    elif args.micro_batch_size and args.micro_batch_size > 1:
-        reason = "more than one sequence in a microbatch"
-    if args.apply_rope_fusion and reason is not None and _is_rotary(args):
+    if args.apply_rope_fusion and args.multi_latent_attention and _is_rotary(args):
         args.apply_rope_fusion = False
-        notices.append(f"apply_rope_fusion: off, the fused kernel cannot rotate dispatched tokens with {reason}")
+        notices.append(
+            "apply_rope_fusion: off, the fused kernel cannot rotate dispatched tokens with multi-latent attention"
+        )
     return notices
 
 

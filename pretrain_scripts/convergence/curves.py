@@ -209,13 +209,22 @@ def write_csv(comparison: Comparison, path: Path) -> None:
             writer.writerow([number, *(f"{value:.6f}" for value in row)])
 
 
+def write_validation(comparison: Comparison, path: Path) -> None:
+    """Losses of the validation text after training, one line a run."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["run", "loss"])
+        writer.writerows((name, f"{loss:.6f}") for name, loss in comparison.validation.items())
+
+
 def report(folder: Path, title: str) -> int:
     """Table, plot and CSV of a folder of runs; 1 if a run leaves the band, else 0."""
     comparison = read(folder)
     print(table(comparison))
     plot(comparison, title, folder / "loss_curves.png")
     write_csv(comparison, folder / "losses.csv")
-    print(f"see {folder / 'loss_curves.png'} and losses.csv")
+    write_validation(comparison, folder / "validation.csv")
+    print(f"see {folder / 'loss_curves.png'}, losses.csv and validation.csv")
     return 1 if comparison.failures else 0
 
 

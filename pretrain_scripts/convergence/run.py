@@ -7,10 +7,11 @@
     python pretrain_scripts/convergence/run.py llama_1b_8k --out convergence_out --data-path PREFIX \\
         -- --tokenizer-type HuggingFaceTokenizer --tokenizer-model MODEL
 
-Each run uses all ranks; those beyond the CP size are data-parallel, so all runs of a seed see the same batches. Stock
-is Transformer Engine's layers and attention if it is installed, else Megatron's local attention. Runs that are complete
-are not repeated, others begin again. It fails if a curve of magi differs more from that of stock with the same seed
-than stock's curves with two seeds do. Arguments after -- go to all runs.
+Each run uses all ranks; those beyond the CP size are data-parallel, so all runs of a seed see the same batches, and a
+rank has as many tokens of a microbatch in one as in the other. Stock is Transformer Engine's layers and attention if it
+is installed, else Megatron's local attention. Runs that are complete are not repeated, others begin again. It fails if
+a curve of magi differs more from that of stock with the same seed than stock's curves with two seeds do. Arguments
+after -- go to all runs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import curves
 import torch
+import yaml
 
 from megatron_magi.demo.corpus import build_corpus
 
@@ -49,8 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     shared = ["--config", str(HERE / f"{options.setting}.yaml"), *layers(), *data_args(options.data_path, out)]
     shared += options.megatron
     attentions: dict[str, list[str]] = {curves.STOCK: []}
+    sequences = yaml.safe_load((HERE / f"{options.setting}.yaml").read_text())["micro-batch-size"]
     for size in cp_sizes:
         attentions[f"magi_cp{size}"] = ["--attention-backend", "magi", "--context-parallel-size", str(size)]
+        attentions[f"magi_cp{size}"] += ["--micro-batch-size", str(sequences * size)]
     for seed, (name, arguments) in itertools.product(options.seeds, attentions.items()):
         train(curves.run_name(name, seed), [*shared, "--seed", str(seed), *arguments], options.ranks, out)
     return curves.report(out, f"{options.setting}, {options.ranks} ranks: {what_is_stock()} and magi")

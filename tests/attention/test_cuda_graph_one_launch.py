@@ -74,7 +74,7 @@ def test_launches_are_those_of_eager_mode_and_stay_and_read_the_tables_that_it_r
         first, *others = (plan_for(mask, config, travels=travels) for mask in masks)
         assert (first.moves is not None) == travels
         inputs = tensors(first.num_rows, shape, CPU)
-        static = StaticPlans({0: first}, CPU, headroom=8, one_launch=True, queries="travel")
+        static = StaticPlans({0: first}, CPU, headroom=8, queries="travel")
 
         def run(plan: RankPlan) -> list[str]:
             launched.clear()
@@ -158,7 +158,7 @@ def test_a_batch_prepared_for_them_has_all_tables_that_loading_takes(monkeypatch
     first = plan_for(documents(99, 8, total), config)
     with fake_driver(monkeypatch):
         inputs = tensors(first.num_rows, shape, CPU)
-        static = StaticPlans({0: first}, CPU, headroom=8, one_launch=True)
+        static = StaticPlans({0: first}, CPU, headroom=8)
         attend(inputs, static.plans[0], config, group=one_rank_alone)
         thirds = builders.varlen(doc_lengths=[total // 4, total // 4, total // 2])
         masks = documents(3, 9, total), builders.causal(total), builders.sliding_window(total, 30, 0), thirds
@@ -185,7 +185,7 @@ def test_a_forward_that_goes_by_stages_reads_their_tables(monkeypatch, one_rank_
     monkeypatch.setattr(fused_comm.Fetched, "forward_pays", lambda *_: False)
     with fake_driver(monkeypatch) as launched:
         inputs = tensors(first.num_rows, shape, CPU)
-        static = StaticPlans({0: first}, CPU, headroom=8, one_launch=True)
+        static = StaticPlans({0: first}, CPU, headroom=8)
         attend(inputs, static.plans[0], config, group=one_rank_alone)
         assert launched[:2] == ["forward", "forward"] and "get_rows" in launched[2:]
         made = static._static[0]
@@ -204,10 +204,10 @@ def test_a_forward_that_goes_by_stages_reads_their_tables(monkeypatch, one_rank_
 
 def test_plans_that_ask_for_stages_get_stages():
     overlap = OverlapConfig(degree=1, one_launch=False)
-    kept, may = OverlapConfig(degree=1, hide_tail_reduce=True), OverlapConfig(degree=1)
-    for options, one_launch in ((overlap, True), (kept, True), (may, False)):
+    kept = OverlapConfig(degree=1, hide_tail_reduce=True)
+    for options in (overlap, kept):
         config = MagiConfig(overlap=options)
         plan = plan_for(builders.causal(NUM_RANKS * ROWS), config)
-        static = StaticPlans({0: plan}, CPU, one_launch=one_launch)
+        static = StaticPlans({0: plan}, CPU)
         assert static._static[0].joined is None and static.facts[0].joined is None
         assert not static.plans[0].one_launch and static.plans[0].runtime.joined_bands is None

@@ -142,9 +142,10 @@ def test_ranks_that_make_different_room_are_a_message_on_all(ranks):
 
 def make_in_one_launch_or_not(rank: int, num_ranks: int) -> str:
     be_quick()
-    window = shards_of(builders.sliding_window(1024, 30, 0))[rank]
+    config = MagiConfig(overlap=ONE_LAUNCH if rank == 0 else ONE_STAGE)
+    window = make_plan(builders.sliding_window(1024, 30, 0), config, num_ranks).for_rank(rank)
     with pytest.raises(RuntimeError) as error:
-        StaticPlans({0: window}, CPU, dist.group.WORLD, one_launch=rank == 0)
+        StaticPlans({0: window}, CPU, dist.group.WORLD)
     return str(error.value)
 
 
@@ -361,7 +362,7 @@ def replay_on_ranks(
         return make_plan(mask, config, num_ranks, *ways).for_rank(rank)
 
     queries = "travel" if travels else "home"
-    static = StaticPlans({0: plan_for(0)}, device, group, headroom=6, one_launch=overlap.one_launch, queries=queries)
+    static = StaticPlans({0: plan_for(0)}, device, group, headroom=6, queries=queries)
     graph, results = captured(lambda: among_nan(partial(attend, inputs, static.plans[0], config, sink, group)))
     num_replayed = num_eager = 0
     wrong = []
@@ -425,7 +426,7 @@ def replay_without_eager_calls(rank: int, num_ranks: int, num_steps: int, overla
     inputs = tensors(rows, shape, device)
     group = dist.group.WORLD
     plans = [make_plan(documents(s, 3 + s % 7, rows * num_ranks), config, num_ranks).for_rank(rank) for s in range(8)]
-    static = StaticPlans({0: plans[0]}, device, group, headroom=8, one_launch=overlap.one_launch)
+    static = StaticPlans({0: plans[0]}, device, group, headroom=8)
     batches = [prepare_batch({0: plan}, shape, config, like=static.facts) for plan in plans]
     expected = []
     for batch in batches:
@@ -473,7 +474,7 @@ def replay_after_a_larger_call(rank: int, num_ranks: int, overlap: OverlapConfig
         by_nccl = attend(inputs, make_plan(mask, other, num_ranks).for_rank(rank), other, group=group)
         expected = [t.detach().clone() for t in by_nccl]
         del by_nccl  # with what autograd noted on another stream than the capture's
-        static = StaticPlans({0: plan}, device, group, headroom=1, one_launch=overlap.one_launch)
+        static = StaticPlans({0: plan}, device, group, headroom=1)
         made = captured(partial(attend, inputs, static.plans[0], native, group=group))
         runs.append((*made, expected, static, inputs))  # a graph reads its inputs where they were
         found = []
@@ -505,7 +506,7 @@ def stay_away(rank: int, num_ranks: int, overlap: OverlapConfig) -> None:
     config = MagiConfig(comm=CommConfig(impl="native", verify=False), overlap=overlap)
     plan = make_plan(builders.causal(rows * num_ranks), config, num_ranks).for_rank(rank)
     inputs = tensors(rows, shape_of((8, 2), (128, 128)), device)
-    static = StaticPlans({0: plan}, device, group, one_launch=overlap.one_launch)
+    static = StaticPlans({0: plan}, device, group)
     graph, _ = captured(lambda: attend(inputs, static.plans[0], config, group=group))
     graph.replay()
     torch.cuda.synchronize()

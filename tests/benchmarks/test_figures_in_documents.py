@@ -5,9 +5,11 @@ import functools
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import megatron_magi
+from pretrain_scripts.convergence.curves import Comparison
 
 ROOT = Path(megatron_magi.__file__).parents[1]
 LENGTHS = {"2k": 2048, "8k": 8192, "16k": 16384, "32k": 32768, "64k": 65536, "128k": 131072}
@@ -260,3 +262,26 @@ def test_ratios_of_training_steps_at_8k_are_those_of_both_runs():
     both = medians[new, "8192"] + medians[earlier, "8192"]
     assert f"{min(both):.2f} to {max(both):.2f} times at 8k" in text
     assert f"{min(medians[new, '32768']):.2f} to {max(medians[new, '32768']):.2f} times as long as magi at 32k" in text
+
+
+def test_losses_of_convergence_runs_are_those_of_the_results():
+    loss = {r["run"]: float(r["loss"]) for r in rows("convergence_validation_2gpu.csv")}
+    _, *lines = table("docs/performance.md", "seed | stock | magi, CP 2")
+    seeds = [line[0] for line in lines[:-1]]
+    found = {name: [loss[f"{name}_seed_{seed}"] for seed in seeds] for name in ("stock", "magi_cp2")}
+    assert len(loss) == 2 * len(seeds)
+    for number, (_, *cells) in enumerate(lines):
+        values = [np.mean(v) if number == len(seeds) else v[number] for v in found.values()]
+        assert cells == [f"{value:.4f}" for value in values]
+    text = " ".join((ROOT / "docs/performance.md").read_text().split())
+    low, high = ([f"{of(found[name]):.3f}" for name in ("magi_cp2", "stock")] for of in (min, max))
+    assert f"validation {low[0]} to {high[0]}, with TE's attention {low[1]} to {high[1]}" in text
+    curves = Comparison(
+        window=100,
+        curves={name: np.array([float(r[name]) for r in rows("convergence_2gpu.csv")]) for name in sorted(loss)},
+    )
+    away = np.array([curves.distance(name) for name in curves.tested])
+    for half, words in enumerate(("in the first half of training", "in the second (means over 100 iterations)")):
+        assert f"by {away[:, half].min():.4f} to {away[:, half].max():.4f} {words}" in text
+    assert f"by at least {curves.band[0]:.4f} and {curves.band[1]:.4f}" in text
+    assert [sentence.split()[0] for sentence in curves.failures] == ["magi_cp2_seed_2718"]

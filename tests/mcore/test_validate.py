@@ -235,7 +235,7 @@ def test_captured_attention_of_several_ranks_has_one_stage(monkeypatch: pytest.M
     args = _parse(monkeypatch, *FULL_ITERATION, "--context-parallel-size", str(cp_size))
     args.params_dtype, args.kv_channels = torch.bfloat16, 16
     overlap = magi_config(args, default).overlap
-    assert (overlap.degree, overlap.one_launch) == ((1, False) if cp_size > 1 else (3, True))
+    assert (overlap.degree, overlap.one_launch) == (1 if cp_size > 1 else 3, True)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
@@ -376,7 +376,7 @@ def test_options_need_this_backend(monkeypatch: pytest.MonkeyPatch, name: str) -
 
 @pytest.mark.parametrize(
     ("extra", "is_kept"),
-    [([], True), (["--micro-batch-size", "2"], False), (["--multi-latent-attention"], False)],
+    [([], True), (["--micro-batch-size", "2"], True), (["--multi-latent-attention"], False)],
     ids=["one_sequence", "two_sequences", "mla"],
 )
 def test_rope_fusion_is_given_up_with_a_notice_where_it_cannot_work(

@@ -38,6 +38,7 @@ def test_run_within_the_band_passes_and_is_plotted(folder: Path) -> None:
     assert curves.report(folder, "title") == 0
     assert (folder / "loss_curves.png").stat().st_size > 10_000
     assert len((folder / "losses.csv").read_text().splitlines()) == 1 + ITERATIONS
+    assert (folder / "validation.csv").read_text().split()[:2] == ["run,loss", "stock_seed_1,1.100000"]
 
 
 @pytest.mark.parametrize("error", [0.5, float("nan")])

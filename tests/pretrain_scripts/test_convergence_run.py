@@ -49,7 +49,10 @@ def test_each_attention_is_trained_with_each_seed(script: ModuleType, monkeypatc
     assert list(asked) == ["stock_seed_5", "magi_cp2_seed_5", "stock_seed_6", "magi_cp2_seed_6"]
     for name, (arguments, ranks) in asked.items():
         assert arguments[arguments.index("--seed") + 1] == name[-1]
-        assert ("magi" in arguments, ranks) == (name.startswith("magi"), 2)
+        is_magi = name.startswith("magi")
+        assert ("magi" in arguments, ranks) == (is_magi, 2)
+        # Of sequences half as long there are twice as many.
+        assert arguments[-2:] == ["--micro-batch-size", "2"] if is_magi else "--micro-batch-size" not in arguments
 
 
 def test_masks_that_transformer_engine_does_not_read_are_not_made(script: ModuleType, monkeypatch) -> None:
