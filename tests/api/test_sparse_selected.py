@@ -164,7 +164,7 @@ class Mine:
             return api.calc_latent_sparse_attn(*self.qkv, self.lists, self.key, **LATENT, **options)
         if self.case.is_single:
             return api.calc_index_sparse_attn(*self.qkv, self.lists, self.key, **options)
-        return api.calc_block_sparse_attn(*self.qkv, self.lists, self.key, **self.case.sizes, **options)
+        return api.calc_block_sparse_attn(*self.qkv, self.lists, self.key, **{**self.case.sizes, **options})
 
     def grads(self, out: torch.Tensor) -> list[torch.Tensor]:
         """Of q, k, v and the sink; those of padding rows are nobody's."""
@@ -401,6 +401,27 @@ def test_ranks_that_differ_get_one_message(ranks) -> None:
     found = ranks(2, run_differing)
     assert found[0] == found[1]
     assert "capacity" in found[0][0] and "operation" in found[0][1], found[0]
+
+
+def run_differing_options(rank: int, num_ranks: int, name: str) -> str:
+    sink = torch.zeros(1, HEADS_Q, dtype=torch.float64)
+    differing = {
+        "max_logits": {"return_max_logits": not rank},
+        "softmax_scale": {"softmax_scale": 0.5 if rank else None},
+        "sink": {"sink": sink if rank else None},
+        "sink gradient": {"sink": sink.requires_grad_(bool(rank))},
+        "causal": {"causal": bool(rank)},
+    }
+    with pytest.raises(RuntimeError) as caught:
+        Mine(NEAR, num_ranks).attend(**differing[name])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["max_logits", "softmax_scale", "sink", "sink gradient", "causal"])
+def test_options_that_differ_are_named_before_anything_is_sent(ranks, name: str) -> None:
+    """Else the rank that reduces largest logits, or the gradient of a sink, would wait for the other one."""
+    found = ranks(2, run_differing_options, name)
+    assert found[0] == found[1] and "ranks disagree" in found[0] and name.split()[0] in found[0], found
 
 
 @pytest.mark.parametrize(
