@@ -99,8 +99,7 @@ def calc_block_sparse_attn(
             all ranks fetch all keys in this call, for which the host waits for the number; not in CUDA graphs.
 
     Returns:
-        ``(out, meta)`` as `calc_attn`; padding rows get out 0, lse -inf. Differentiable once where ``selected`` was
-        taken.
+        ``(out, meta)`` as `calc_attn`; padding rows get out 0, lse -inf. Differentiable once.
 
     Raises:
         ValueError: an argument, named in the message, is wrong.
