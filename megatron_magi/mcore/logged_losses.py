@@ -1,17 +1,20 @@
-"""Losses that layers of Megatron's log by themselves: of experts, multi-token prediction and indexers."""
+"""Losses that layers of Megatron's log by themselves, as means over the tokens of each microbatch.
+
+They are those of experts and of multi-token prediction. The loss of an indexer is a sum over tokens, where losses are
+per token: divided by the number of samples it is the same however these are packed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
-_SUMS = ("loss_values", "values")
-"""What the helpers call them, by release."""
+_PREDICTED = ("loss_values", "values")
+"""What multi-token prediction calls its sums, by release."""
 
 
 @contextmanager
@@ -29,6 +32,5 @@ def counted_as(number: int, of: int) -> Iterator[None]:
 
 def _sums() -> list[Tensor]:
     """Sums over microbatches, ``[num_layers]`` each, which Megatron changes in place."""
-    helpers = (MTPLossLoggingHelper.tracker, DSAIndexerLossLoggingHelper.tracker)
-    of_helpers = [tracker[name] for tracker in helpers for name in _SUMS if name in tracker]
-    return of_helpers + [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+    predicted = [total for name in _PREDICTED if (total := MTPLossLoggingHelper.tracker.get(name)) is not None]
+    return predicted + [entry.values for entry in get_moe_metrics_tracker().metrics.values()]

@@ -78,7 +78,7 @@ def test_losses_that_layers_log_are_means_over_the_microbatches_that_were_run(mo
         for _ in data_iterator:
             logged["loss_values"] += 5.0
             logged["total_values"] += 1.0
-            DSAIndexerLossLoggingHelper.tracker.setdefault("values", torch.zeros(2)).add_(3.0)
+            DSAIndexerLossLoggingHelper.tracker.setdefault("values", torch.zeros(2)).add_(3.0)  # a sum over tokens
             experts.record("load_balancing_loss", torch.tensor(7.0), 1, 2)
 
     try:
@@ -87,7 +87,7 @@ def test_losses_that_layers_log_are_means_over_the_microbatches_that_were_run(mo
         destroy_moe_metrics_tracker()
     # Two microbatches were run; what was there before is no part of them, nor are numbers of tokens means.
     assert (logged["loss_values"] - 1.0).tolist() == [6 * 5.0] and logged["total_values"].tolist() == [2.0]
-    assert DSAIndexerLossLoggingHelper.tracker["values"].tolist() == [6 * 3.0] * 2
+    assert DSAIndexerLossLoggingHelper.tracker["values"].tolist() == [2 * 3.0] * 2
     assert experts.metrics["load_balancing_loss"].values.tolist() == [6 * 7.0, 0.0]
 
 
