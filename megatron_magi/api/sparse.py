@@ -29,11 +29,14 @@ from megatron_magi.api.sparse_keys import (
     selected_keys,
     selected_share,
 )
-from megatron_magi.checks import int_at_least
+from megatron_magi.attention.call_signature import AttentionCall, check_sinks
+from megatron_magi.checks import flag, int_at_least
 from megatron_magi.comm.agreement import told
+from megatron_magi.comm.collective_checks import calls_of
 from megatron_magi.config import SinkReduction
 from megatron_magi.operands.merge import accumulate_dtype
 from megatron_magi.operands.meta import AttnForwardMeta
+from megatron_magi.operands.options import make_options
 from megatron_magi.operands.selected_blocks import Launch, Run
 from megatron_magi.operands.sparse_pattern import (
     SparsePattern,
@@ -96,8 +99,7 @@ def calc_block_sparse_attn(
             all ranks fetch all keys in this call, for which the host waits for the number; not in CUDA graphs.
 
     Returns:
-        ``(out, meta)`` as `calc_attn`; padding rows get out 0, lse -inf. Differentiable once where ``selected`` was
-        taken.
+        ``(out, meta)`` as `calc_attn`; padding rows get out 0, lse -inf. Differentiable once.
 
     Raises:
         ValueError: an argument, named in the message, is wrong.
@@ -110,7 +112,10 @@ def calc_block_sparse_attn(
         _check(q, k, v, runtime)
         options = FetchOptions(fetch, capacity, on_overflow)
         pattern = _block_pattern(q, k, blocks, runs, key, (q_block_size, k_block_size), causal)
+        operation = f"sparse attention, blocks of {pattern.q_block}x{pattern.k_block}, causal={causal}"
+        call = _call(operation, (q, k, v), sink, key, softmax_scale, return_max_logits)
         kv = torch.cat([k, v], dim=-1)
+    _agree(call, runtime, key)
     keys = _keys(kv, pattern, runs, runtime, key, options)
     with told(runtime.group, key.config.comm.verify):
         k, v = keys.rows.split([k.shape[-1], v.shape[-1]], dim=-1)
@@ -161,7 +166,9 @@ def calc_index_sparse_attn(
         _check(q, k, v, runtime)
         options = FetchOptions(fetch, capacity, on_overflow)
         pattern = _index_pattern(q, k, indices, runs, key)
+        call = _call("sparse attention", (q, k, v), sink, key, softmax_scale, return_max_logits)
         kv = torch.cat([k, v], dim=-1)
+    _agree(call, runtime, key)
     keys = _keys(kv, pattern, runs, runtime, key, options)
     with told(runtime.group, key.config.comm.verify):
         k, v = keys.rows.split([k.shape[-1], v.shape[-1]], dim=-1)
@@ -210,6 +217,10 @@ def calc_latent_sparse_attn(
         _check_dense(runtime, q=q, kv=kv)
         options = FetchOptions(fetch, capacity, on_overflow)
         pattern = _index_pattern(q, kv, indices, runs, key)
+        dim_v = int_at_least(dim_v, "dim_v", 1)
+        qkv = q, kv, kv[..., :dim_v]
+        call = _call("latent sparse attention", qkv, sink, key, softmax_scale, return_max_logits)
+    _agree(call, runtime, key)
     keys = _keys(kv, pattern, runs, runtime, key, options)
     with told(runtime.group, key.config.comm.verify):
         given = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
@@ -379,6 +390,35 @@ def _blocks_of(pattern: SparsePattern, rows: slice, columns: int) -> Blocks:
         return offsets[:, rows.start : rows.stop + 1], entries.where(entries < columns, -1)
     lists = pattern.tensors[0][:, rows]
     return lists.where(lists < columns, -1)
+
+
+def _call(
+    operation: str,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sink: Tensor | None,
+    key: DistAttnRuntimeKey,
+    softmax_scale: float | None,
+    return_max_logits: bool,
+) -> AttentionCall:
+    """What ranks must agree on; raises ValueError for options that are wrong."""
+    attend, q = key.config.attend, qkv[0]
+    check_sinks(sink, "sh", q)
+    return AttentionCall.of(
+        operation,
+        *qkv,
+        sink,
+        sink_layout="sh",
+        softmax_scale=make_options(q, softmax_scale, 0.0, attend.deterministic, 0).softmax_scale,
+        softcap=0.0,
+        max_logits=flag(return_max_logits, "return_max_logits"),
+        sanity_check=attend.sanity_check,
+    )
+
+
+def _agree(call: AttentionCall, runtime: KeyRuntime, key: DistAttnRuntimeKey) -> None:
+    """Raises RuntimeError where ranks call with other options, before anything is sent."""
+    with calls_of(runtime.group, runtime.shard.dispatch.cp_size, key.config.comm.verify) as calls:
+        calls.agree(call)
 
 
 def _options(

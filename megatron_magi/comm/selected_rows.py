@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_magi.comm.collective_checks import calls_of
 from megatron_magi.operands.merge import accumulate_dtype
@@ -181,7 +180,7 @@ def _compacted(marked: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def fetch(kv: Tensor, requests: Requests, group: dist.ProcessGroup | None, verify: bool = True) -> Tensor:
-    """Own rows and those that were requested. Collective, also backward; differentiable once.
+    """Own rows and those that were requested. Collective, also backward; differentiable.
 
     Args:
         kv: rows of this rank's tokens, ``[num_own, num_heads, dim]``; the number of lists is 1 or num_heads.
@@ -229,24 +228,34 @@ class _Fetch(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        requests: Requests = ctx.requests
+        return _Return.apply(grad, ctx.requests, ctx.group, ctx.verify), None, None, None
+
+
+class _Return(torch.autograd.Function):
+    """Sends gradients of rows to their owners, which add them up: the adjoint of `_Fetch`."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, requests: Requests, group: dist.ProcessGroup | None, verify: bool) -> Tensor:
+        ctx.requests, ctx.group, ctx.verify = requests, group, verify
         places, capacity, lists = requests.places, requests.capacity, requests.num_lists
-        with calls_of(ctx.group, places.num_ranks, ctx.verify) as calls:
+        with calls_of(group, places.num_ranks, verify) as calls:
             calls.agree(_FetchCall("fetch backward", grad.dtype, grad.shape[1:], lists, capacity))
             own, send = grad[: places.num_own], grad[places.num_own :].contiguous()
             received = torch.empty_like(send)
-            _all_to_all(received, send, capacity, places, ctx.group)
-        if not places.num_own:
-            return own, None, None, None
+            _all_to_all(received, send, capacity, places, group)
         total = own.to(accumulate_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format)
-        flat = total.view(places.num_own * lists, -1)
-        parts = received.view(places.num_ranks - 1, capacity * lists, -1)
-        for rows, part in zip(requests.rows, parts, strict=True):
-            # Of one rank each row comes once, apart from zeros: the order of additions does not matter.
-            flat.index_add_(0, rows.flatten(), part.to(flat.dtype))
-        return total.to(grad.dtype), None, None, None
+        if places.num_own:
+            flat = total.view(places.num_own * lists, -1)
+            parts = received.view(places.num_ranks - 1, capacity * lists, -1)
+            for rows, part in zip(requests.rows, parts, strict=True):
+                # Of one rank each row comes once, apart from zeros: the order of additions does not matter.
+                flat.index_add_(0, rows.flatten(), part.to(flat.dtype))
+        return total.to(grad.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return fetch(grad, ctx.requests, ctx.group, ctx.verify), None, None, None
 
 
 def _all_to_all(received: Tensor, send: Tensor, count: int, places: KeyPlaces, group: dist.ProcessGroup | None) -> None:

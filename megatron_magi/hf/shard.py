@@ -358,8 +358,7 @@ def _check(given: Mapping[str, Any], num_axes: int) -> None:
         check_positions(given["position_ids"], shape, num_axes)
     if "attention_mask" in given and "magi_mask" in given:
         raise ValueError("attention_mask: give padding in magi_mask, not in addition to it")
-    if "past_key_values" in given:
-        raise ValueError("past_key_values: a cache cannot be sharded")
+    _check_order(given)
     total = shape[0] * shape[1]
     mask = given.get("magi_mask")
     if mask is not None:
@@ -368,6 +367,15 @@ def _check(given: Mapping[str, Any], num_axes: int) -> None:
         if is_media(name) or name in ("token_type_ids", "cache_position"):
             more = "; images, videos and audio are embedded by context-parallel models that take them"
             raise ValueError(f"{name}: cannot be sharded; text alone can, without it{more * is_media(name)}")
+
+
+def _check_order(given: Mapping[str, Any]) -> None:
+    """Raises ValueError for arguments that mean the last tokens, which a rank's last rows are not."""
+    if "past_key_values" in given:
+        raise ValueError("past_key_values: a cache cannot be sharded")
+    keep = given.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor) or keep:
+        raise ValueError("logits_to_keep: tokens are not in order in a shard; keep all logits")
 
 
 def is_media(name: str) -> bool:

@@ -80,7 +80,10 @@ class SamplePacking:
             number = self._agree(needed, failure)
             packed = [iter([pack(part) for part in _parts(own, self.most_tokens, number)]) for own in samples]
             data_iterator = packed if isinstance(data_iterator, list) else packed[0]
-            return schedule(data_iterator=data_iterator, num_microbatches=number, **kwargs)
+            from megatron_magi.mcore.logged_losses import counted_as  # layers are imported late
+
+            with counted_as(number, of=num_microbatches):
+                return schedule(data_iterator=data_iterator, num_microbatches=number, **kwargs)
 
         return run
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 from megatron_magi.runtime.upload import upload
@@ -299,7 +298,6 @@ class _Gathered(torch.autograd.Function):
         return _rows(source, rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (back,) = ctx.saved_tensors
         found = _rows(grad.contiguous(), back.clamp(min=0)).unflatten(1, (back.shape[0], -1))
@@ -315,7 +313,7 @@ def _rows(source: Tensor, rows: Tensor) -> Tensor:
 
 
 def packed_rows(source: Tensor, packed: PackedBlocks, places: Tensor, tokens: Tensor) -> Tensor:
-    """The buffer of keys; differentiable once, without sums.
+    """The buffer of keys; differentiable, without sums.
 
     Args:
         source: rows of keys, ``[num_rows, num_heads, dim]``; the number of lists is 1 or num_heads.

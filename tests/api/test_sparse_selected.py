@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -401,6 +402,55 @@ def test_ranks_that_differ_get_one_message(ranks) -> None:
     found = ranks(2, run_differing)
     assert found[0] == found[1]
     assert "capacity" in found[0][0] and "operation" in found[0][1], found[0]
+
+
+def run_differing_options(rank: int, num_ranks: int) -> dict[str, str]:
+    q, k, v = torch.zeros(3, 4, 1, 8).unbind()
+    lists, sink, blocks = torch.zeros(4, 1, 1, dtype=torch.int64), torch.zeros(1, 1), torch.zeros(1, 1, dtype=bool)
+    of_keys = functools.partial(api.calc_index_sparse_attn, q, k, v, lists)
+    of_blocks = functools.partial(api.calc_block_sparse_attn, q, k, v, blocks, q_block_size=4, k_block_size=64)
+    latent = functools.partial(api.calc_latent_sparse_attn, q, k, lists, dim_v=8)
+    calls = {
+        "max_logits": functools.partial(of_keys, return_max_logits=not rank),
+        "softmax_scale": functools.partial(latent, softmax_scale=0.5 if rank else 1.0),
+        "sink": functools.partial(of_keys, sink=sink if rank else None),
+        "sink gradient": functools.partial(of_keys, sink=sink.clone().requires_grad_(not rank)),
+        "causal": functools.partial(of_blocks, causal=bool(rank)),
+    }
+    found = {}
+    for name, call in calls.items():
+        group = dist.new_group(range(num_ranks))  # an error ends the use of a group
+        key = api.magi_attn_varlen_key([0, 8], [0, 8], cp_group_or_mesh=group, layout="contiguous")
+        with pytest.raises(RuntimeError) as caught:
+            call(key=key)
+        found[name] = str(caught.value)
+    return found
+
+
+def test_options_that_differ_are_named_before_anything_is_sent(ranks) -> None:
+    """Else the rank that reduces largest logits, or the gradient of a sink, would wait for the other one."""
+    found = ranks(2, run_differing_options)
+    assert found[0] == found[1]
+    for name, text in found[0].items():
+        assert "ranks disagree" in text and name.split()[0] in text, found[0]
+
+
+def run_twice_differentiated(rank: int, num_ranks: int) -> None:
+    for case in (NEAR, replace(NEAR, form="keys", q_block=1)):
+        for fetch in ("all", "selected"):
+            mine = Mine(case, num_ranks)
+            weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+            q, k, v = mine.qkv
+            mine.qkv = q, k * weight, v
+            out, _ = mine.attend(fetch=fetch)
+            (dk,) = torch.autograd.grad(out.square().sum(), mine.qkv[1], create_graph=True)
+            with pytest.raises(RuntimeError, match="cannot differentiate twice"):
+                torch.autograd.grad(dk.square().sum() + weight, weight)
+
+
+def test_second_derivatives_are_refused_however_keys_are_fetched(ranks) -> None:
+    """A penalty on gradients would else be left out without a word."""
+    ranks(2, run_twice_differentiated)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,11 @@ def test_interleaved_stages_run_packed_samples_as_one_rank_runs_them_padded(tmp_
 def test_packed_samples_of_a_hybrid_model_with_multi_token_prediction_train_as_padded_ones() -> None:
     pattern = ("--hybrid-layer-pattern", "*-*-/*-")
     padded = train("padded", 1, 1, *pattern, model="hybrid")
-    assert_same_curve(train("packed", 2, 2, *pattern, *PACKED, model="hybrid"), padded)
+    packed = train("packed", 2, 2, *pattern, *PACKED, model="hybrid")
+    assert_same_curve(packed, padded)
+    # Of eight microbatches of a sample each, or fewer of several, each of which counts as one: not quite the same.
+    mine, stock = (float(re.findall(r"mtp_1 loss: (\S+)", run.stdout)[-1]) for run in (packed, padded))
+    assert mine == pytest.approx(stock, rel=0.05)
 
 
 def test_packed_samples_of_linear_layers_train_as_stock_trains_padded_ones() -> None:

@@ -118,3 +118,10 @@ def test_all_rows_of_a_shards_mask_are_itself_and_fewer_are_refused():
     assert mask[:, :, 0:, :] is mask
     with pytest.raises(ValueError, match=r"^logits_to_keep: "):
         mask[:, :, -1:, :]
+
+
+@pytest.mark.parametrize("keep", [1, torch.tensor([71])])
+def test_some_logits_alone_would_be_those_of_other_tokens(keep):
+    shard_batch(batch_of(ROWS, logits_to_keep=0), None, CONFIGS["llama"])
+    with pytest.raises(ValueError, match=r"^logits_to_keep: "):
+        shard_batch(batch_of(ROWS, logits_to_keep=keep), None, CONFIGS["llama"])

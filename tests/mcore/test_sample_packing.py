@@ -5,6 +5,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+from megatron.core.transformer.moe.moe_logging import (
+    MoEMetricsTracker,
+    destroy_moe_metrics_tracker,
+    set_moe_metrics_tracker,
+)
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_magi.mcore.planner import SEQUENCES
 from megatron_magi.mcore.sample_packing import SamplePacking, divide, pack
@@ -57,6 +64,31 @@ def test_a_schedule_runs_packed_microbatches_of_as_many_samples_as_it_was_called
     samples = iter([sample(3), sample(5), sample(6), sample(1), sample(7)])
     assert run_schedule(samples, 4) == ([(2, 8)], [[8, 7]])
     assert next(samples)["tokens"].shape == (1, 7)
+
+
+def test_losses_that_layers_log_are_means_over_the_microbatches_that_were_run(monkeypatch):
+    """Megatron's trainer divides them by the number of samples."""
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {"loss_values": torch.ones(1), "total_values": torch.zeros(1)})
+    monkeypatch.setattr(DSAIndexerLossLoggingHelper, "tracker", {})
+    experts = MoEMetricsTracker()
+    set_moe_metrics_tracker(experts)
+    logged = MTPLossLoggingHelper.tracker
+
+    def schedule(*, data_iterator, num_microbatches):
+        for _ in data_iterator:
+            logged["loss_values"] += 5.0
+            logged["total_values"] += 1.0
+            DSAIndexerLossLoggingHelper.tracker.setdefault("values", torch.zeros(2)).add_(3.0)  # a sum over tokens
+            experts.record("load_balancing_loss", torch.tensor(7.0), 1, 2)
+
+    try:
+        SamplePacking(8, None)(schedule)(data_iterator=iter([sample(2)] * 6), num_microbatches=6)
+    finally:
+        destroy_moe_metrics_tracker()
+    # Two microbatches were run; what was there before is no part of them, nor are numbers of tokens means.
+    assert (logged["loss_values"] - 1.0).tolist() == [6 * 5.0] and logged["total_values"].tolist() == [2.0]
+    assert DSAIndexerLossLoggingHelper.tracker["values"].tolist() == [2 * 3.0] * 2
+    assert experts.metrics["load_balancing_loss"].values.tolist() == [6 * 7.0, 0.0]
 
 
 def test_each_model_chunk_packs_its_own_samples_alike():
