@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_magi.backends.registry import BACKENDS
-from megatron_magi.testing.spawn import run_ranks
+from megatron_magi.testing.spawn import RankError, run_ranks
 from tests import forced
 from tests.gpu_memory import free_memory
 
@@ -29,7 +29,7 @@ def pytest_report_header() -> str | None:
 def pytest_pyfunc_call():
     try:
         return (yield)
-    except ValueError as error:
+    except (ValueError, RankError) as error:
         if (reason := forced.refusal(error)) is not None:
             pytest.skip(reason)
         raise
@@ -37,6 +37,8 @@ def pytest_pyfunc_call():
 
 def _why_not(item: pytest.Item) -> str | None:
     """Why a test cannot run on this machine, None when it can."""
+    if (reason := forced.why_not(item)) is not None:
+        return reason
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         return "needs a GPU"
     if item.get_closest_marker("sm90"):
@@ -65,6 +67,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(trylast=True)  # after fixtures, which may stand in for functions of torch.cuda
 def pytest_runtest_teardown() -> None:
     free_memory()
+
+
+@pytest.fixture
+def tensors_on_the_device():
+    """See `tests.forced.on_device_of_backend`."""
+    with torch.device(forced.DEVICE):
+        yield
+
+
+@pytest.fixture
+def tensors_on_the_cpu():
+    """See `tests.forced.on_cpu`."""
+    with torch.device("cpu"):
+        yield
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """One backend for all tests of `ops` and `attention`: ``MAGI_TEST_IMPL=NAME pytest``, see CONTRIBUTING.md.
 
-Whatever chooses a backend itself gets this one, and tests that name ``torch`` or ``reference`` name it. Tensors whose
+Whatever chooses a backend itself gets this one, also of those for lists of keys where it has such kernels, and tests
+that name ``torch`` or ``reference`` name it. Tensors whose
 dtype a test does not care for are of fp32 and, where there is a GPU, on it; kernels in Triton are interpreted where
 there is none. A call that the backend refuses by name skips its test, with the reason.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +30,34 @@ if NAME:
     if NAME not in registry.BACKENDS:
         raise ValueError(f"{VARIABLE}: expected one of {', '.join(registry.BACKENDS)}, got {NAME!r}")
     registry._FASTEST, registry._ANYWHERE = (NAME,), NAME
+    if NAME in registry.SPARSE:
+        registry._FASTEST_SPARSE, registry._FASTEST_LATENT, registry._DEFINITION = (NAME,), (NAME,), NAME
 
+
+on_cpu = pytest.mark.usefixtures("tensors_on_the_cpu")
+"""Marks tests of what is refused, or computed, for tensors of a CPU, whatever backend is forced."""
+
+on_device_of_backend = pytest.mark.usefixtures("tensors_on_the_device")
+"""Marks tests in `attention` that compute on one device and name none; in `ops` all do."""
 
 free_choice = pytest.mark.skipif(NAME is not None, reason=f"about the choice of a backend; it is {NAME}")
 """Marks tests of what is chosen where nothing is forced."""
+
+for_hopper = pytest.mark.skipif(NAME not in (None, "ffa"), reason=f"about the kernels for Hopper; it is {NAME}")
+"""Marks tests of what no other backend has: launches over several stages, and their captures."""
+
+
+def why_not(item: pytest.Item) -> str | None:
+    """Why no backend computes a test: with GPUs there, ranks that have none are over CPUs."""
+    if DEVICE == "cpu" or not {"ops", "attention"} & set(item.path.parts):
+        return None
+    is_over_cpus = "ranks" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("gpu")
+    return f"over CPUs, where {NAME} does not compute" if is_over_cpus else None
+
+
+def impl(name: str) -> str:
+    """The backend that a test names, or the one that it has to take."""
+    return NAME or name
 
 
 def impls(*names: str) -> tuple[str, ...]:
@@ -39,16 +65,23 @@ def impls(*names: str) -> tuple[str, ...]:
     return (NAME,) if NAME else names
 
 
+def is_interpreted() -> bool:
+    """Whether kernels in Triton run on the CPU."""
+    return NAME == "triton" and DEVICE == "cpu"
+
+
 def generator(seed: int) -> torch.Generator:
-    """Random numbers for tensors on `DEVICE`, where tests that name no device make them."""
-    return torch.Generator(DEVICE).manual_seed(seed)
+    """Random numbers for tensors of tests that name no device: on `DEVICE`, in tests that are `on_cpu` on the CPU."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
-def on_device(arguments: dict) -> dict:
-    """Arguments that a test's list has made on the CPU, on `DEVICE`; those of other devices stay."""
-    return {
-        name: x.to(DEVICE) if getattr(x, "device", None) == torch.device("cpu") else x for name, x in arguments.items()
-    }
+def on_device(x: Any) -> Any:
+    """What a test's list has made on the CPU, on `DEVICE`: a tensor, or those in a tuple or dict; all else stays."""
+    if isinstance(x, dict):
+        return {name: on_device(value) for name, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(map(on_device, x))
+    return x.to(DEVICE) if getattr(x, "device", None) == torch.device("cpu") else x
 
 
 def tolerance(exact: float) -> float:
@@ -56,12 +89,21 @@ def tolerance(exact: float) -> float:
     return 2e-5 if NAME else exact
 
 
+def examples(number: int) -> dict[str, Any]:
+    """Settings of hypothesis for ``number`` examples; few where each compiles kernels, or has them interpreted."""
+    from hypothesis import Phase
+
+    if NAME != "triton":
+        return {"max_examples": number}
+    return {"max_examples": max(1, number // 5), "phases": [Phase.explicit, Phase.reuse, Phase.generate]}
+
+
 def multiplies_hidden_pairs() -> bool:
     """Whether NaN in a token that nothing sees may reach the result."""
     return NAME not in (None, "torch", "reference")
 
 
-def refusal(error: ValueError) -> str | None:
-    """What the backend says that it does not take, None of any other error."""
-    text = str(error)
-    return text if NAME and f"impl {NAME!r} " in text and " use '" in text else None
+def refusal(error: Exception) -> str | None:
+    """What the backend says that it does not take, also on some rank; None of any other error."""
+    lines = str(error).splitlines() if NAME else []
+    return next((line for line in lines if f"impl {NAME!r} " in line and " use '" in line), None)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_magi.attention.collective_args import cast_args, cleared
 from megatron_magi.comm.group_collective import Args, group_cast
 from megatron_magi.plan import RankPlan
+from megatron_magi.runtime.results import unviewed
 from megatron_magi.runtime.upload import upload
 
 
@@ -51,7 +52,7 @@ class TravelArgs(NamedTuple):
         return cleared(both, self.tail)
 
     def to_homes(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, impl: str) -> list[torch.Tensor]:
-        """The rows of this rank, ``[num_rows, ...]``: the tensors if it has no guests, otherwise views. Collective.
+        """The rows of this rank, ``[num_rows, ...]``, in the memory of the tensors; no views to autograd. Collective.
 
         Rows that other ranks computed are written to ``tensors``.
 
@@ -62,7 +63,7 @@ class TravelArgs(NamedTuple):
         guests = [x[self.num_rows :] for x in tensors]
         for x, rows in zip(tensors, group_cast(guests, self.back, group, impl=impl, kept=True).wait(), strict=True):
             x.index_copy_(0, self.rows, rows)
-        return [x if len(x) == self.num_rows else x[: self.num_rows] for x in tensors]
+        return [x if len(x) == self.num_rows else unviewed(x[: self.num_rows]) for x in tensors]
 
 
 def travel_args(plan: RankPlan, device: torch.device) -> TravelArgs | None:

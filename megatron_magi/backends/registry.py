@@ -55,6 +55,9 @@ _FASTEST_SPARSE = ("ffa",)
 _FASTEST_LATENT = ("triton",)
 """The same for lists of latent keys. The Hopper kernel is taken by name alone: it has not been timed beside these."""
 
+_DEFINITION = "reference"
+"""Where ``auto`` finds nothing among those, and on CPUs for latent keys."""
+
 _FASTEST = ("ffa", "cudnn", "triton")
 """Where ``auto`` looks on a GPU, in this order: the first that takes the call. Which GPUs a backend serves is its own
 matter (`Backend.why_not`). Where none does, it is `_ANYWHERE`."""
@@ -183,7 +186,7 @@ def choose_sparse(impl: str, device: torch.device, dtype: torch.dtype, dims: tup
     found = fast_sparse(device, dtype, dims)
     if found is None and device.type == "cuda":
         _warn_sparse_once(device, dtype, dims)
-    return found or SPARSE["reference"]
+    return found or SPARSE[_DEFINITION]
 
 
 def fast_sparse(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> Sparse | None:
@@ -203,12 +206,12 @@ def choose_latent(impl: str, device: torch.device, dtype: torch.dtype, dims: tup
     if impl != "auto":
         return LATENT[impl]
     if device.type != "cuda":
-        return LATENT["reference"]
+        return LATENT[_DEFINITION]
     known = (LATENT[name] for name in _FASTEST_LATENT)
     found = next((latent for latent in known if latent.why_not(device, dtype, dims) is None), None)
     if found is None:
         _warn_latent_once(device, dtype, dims)
-    return found or LATENT["reference"]
+    return found or LATENT[_DEFINITION]
 
 
 @cache

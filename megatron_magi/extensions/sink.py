@@ -18,6 +18,7 @@ from megatron_magi.operands.merge import accumulate_dtype, merge_sink_, row_prod
 from megatron_magi.operands.options import check_tensor, written_out
 from megatron_magi.ops.derivatives import once_differentiable
 from megatron_magi.runtime.no_compile import refuse_transforms
+from megatron_magi.runtime.results import unviewed
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -137,6 +138,7 @@ class _WithSink(torch.autograd.Function):
             rows = lse.transpose(-1, -2).contiguous()
             merge_sink_(out, rows, sink_lse(sink, rows.dtype))
             lse = rows.transpose(-1, -2).contiguous()
+        out, lse = unviewed(out), unviewed(lse)  # kernels transpose what they have computed
         ctx.kernel = kernel
         ctx.save_for_backward(q, k, v, sink, out, lse, *kept)
         ctx.mark_non_differentiable(lse)

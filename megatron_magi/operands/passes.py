@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_magi.cuda.layout import Like
@@ -26,6 +27,20 @@ class ForwardInputs(NamedTuple):
     k: Like
     v: Like
     sink_lse: Like | None = None
+
+
+def new_output(inputs: ForwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a forward of kernels over lists writes, in memory of its own, and what it reads of sinks.
+
+    Returns:
+        ``(out, lse, sink_lse)``: out ``[num_rows, num_heads_q, head_dim_v]`` in the dtype of q, lse fp32 ``[num_rows,
+        num_heads_q]``, neither of them set; the sinks of each row, ``[num_rows, num_heads_q]``, None without sinks.
+    """
+    q, _, v, sink_lse = inputs
+    num_rows, num_heads, _ = q.shape
+    out = torch.empty((num_rows, num_heads, v.shape[2]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
+    return out, lse, None if sink_lse is None else sink_lse.expand(num_rows, num_heads)
 
 
 class ForwardOutput(NamedTuple):

@@ -6,12 +6,17 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import block_causal
 from megatron_magi.mask.dense import dense_mask
+from tests import forced
+
+EXACT = forced.tolerance(1e-10)
+"""Relative and absolute, of results of cases in their default dtype."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Case:
     softcap: float = 0.0
     num_sinks: int = 0
     sink_layout: str = "sh"
-    dtype: torch.dtype = torch.float64
+    dtype: torch.dtype = forced.DTYPE
     seed: int = 0
     softmax_scale: float | None = None
 
@@ -105,8 +110,23 @@ def hopper_variants() -> list[Case]:
 
 def cudnn_variants() -> list[Case]:
     """`hopper_variants` for the backend cudnn, without what it lacks."""
-    attend = AttendConfig(impl="cudnn")
-    return [replace(c, config=replace(c.config, attend=attend)) for c in hopper_variants() if not c.softcap]
+    return [_by("cudnn", case) for case in hopper_variants() if not case.softcap]
+
+
+def triton_variants() -> list[Case]:
+    """Some of `hopper_variants` for the backend triton, with each mask, degree of overlap, head dim and option."""
+    return [_by("triton", case) for case in hopper_variants()[::2]]
+
+
+by_kernels = pytest.mark.parametrize(
+    "variants",
+    [pytest.param(hopper_variants, marks=pytest.mark.sm90, id="ffa"), pytest.param(triton_variants, id="triton")],
+)
+"""Gives a test on GPUs the variants of each backend whose kernels are our own."""
+
+
+def _by(impl: str, case: Case) -> Case:
+    return replace(case, config=replace(case.config, attend=AttendConfig(impl=impl)))
 
 
 def _config(degree: int | None, hide_tail_reduce: bool = False, uneven: bool = False, seed: int = 0) -> MagiConfig:
@@ -115,18 +135,18 @@ def _config(degree: int | None, hide_tail_reduce: bool = False, uneven: bool = F
     return MagiConfig(
         dispatch=DispatchConfig(algorithm=algorithm, uneven_shard=uneven, chunk_size=chunk_size),
         overlap=OverlapConfig(degree=degree, hide_tail_reduce=hide_tail_reduce),
-        attend=AttendConfig(impl="torch" if seed % 2 else "reference"),
+        attend=AttendConfig(impl=forced.impl("torch" if seed % 2 else "reference")),
         comm=CommConfig(impl="all_to_all" if seed % 2 else "reference"),
     )
 
 
 def inputs(case: Case) -> dict[str, torch.Tensor]:
     """Global q, k, v, dout and, where the case has one, sink (large, so that it matters)."""
-    g = torch.Generator().manual_seed(case.seed)
+    g = torch.Generator("cpu").manual_seed(case.seed)
     n = case.mask.total_seqlen_q
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
+        return torch.randn(*shape, generator=g, dtype=torch.float64, device="cpu")
 
     out = {
         "q": draw(n, case.num_heads_q, case.head_dim),

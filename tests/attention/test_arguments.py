@@ -14,7 +14,10 @@ from megatron_magi.attention.call_signature import check_inputs
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.mask import builders
 from megatron_magi.plan import make_plan
+from tests import forced
 from tests.attention import cases as cs
+
+pytestmark = forced.on_device_of_backend
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.mask import builders
 from megatron_magi.plan import make_plan
 from megatron_magi.testing.spawn import run_ranks
+from tests import forced
 
 NATIVE = MagiConfig(comm=CommConfig(impl="native"))
 
@@ -59,7 +60,10 @@ def capture_both(rank, num_ranks):
 
 @pytest.mark.parametrize(
     "num_ranks",
-    [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4)],
+    [
+        pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n), forced.for_hopper])
+        for n in (2, 4)
+    ],
 )
 def test_attention_behind_a_cast_in_a_graph_computes_what_eager_mode_does(num_ranks):
     run_ranks(capture_both, num_ranks, backend="nccl", timeout_s=60.0)

@@ -25,6 +25,7 @@ from megatron_magi.cuda.arriving import READ_BEHIND
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import Dispatch, RankPlan, given_dispatch, make_plan
 from megatron_magi.testing.spawn import run_ranks
+from tests import forced
 from tests.attention.test_cuda_graph import (
     CPU,
     ONE_LAUNCH,
@@ -391,7 +392,10 @@ def replay_on_ranks(
 
 on_gpus = pytest.mark.parametrize(
     "num_ranks",
-    [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4)],
+    [
+        pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n), forced.for_hopper])
+        for n in (2, 4)
+    ],
 )
 
 

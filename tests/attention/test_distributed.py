@@ -20,6 +20,7 @@ from megatron_magi.operands.options import AttnOptions
 from megatron_magi.ops.slice_passes import resolve_impl
 from megatron_magi.plan import Plan, make_plan
 from megatron_magi.testing.error_budget import assert_within_budget
+from tests import forced
 from tests.attention import cases as cs
 from tests.backends.sm90.cases import Inputs, assert_as_good, plain_attention
 
@@ -27,7 +28,8 @@ from tests.backends.sm90.cases import Inputs, assert_as_good, plain_attention
 def run_case(case: cs.Case, cp_rank: int, plan: Plan, device: str = "cpu") -> dict[str, torch.Tensor]:
     """This rank's part of forward and backward, on the CPU again; padding rows hold NaN, or what the kernels allow."""
     x = cs.inputs(case)
-    padding = 100.0 if case.config.attend.impl in ("ffa", "cudnn") else torch.nan
+    is_torch = case.config.attend.impl not in ("ffa", "cudnn", "triton") and not forced.multiplies_hidden_pairs()
+    padding = torch.nan if is_torch else 100.0
     index = torch.from_numpy(plan.dispatch.global_index(cp_rank))
     real = index < case.mask.total_seqlen_q
     local: dict[str, torch.Tensor] = {}
@@ -115,7 +117,7 @@ def test_fp64_equals_dense_attention_to_rounding(ranks, num_ranks: int) -> None:
         for name, value in expected.items():
             where = f"case {i} {name}"
             torch.testing.assert_close(
-                found[name].double(), value, rtol=1e-10, atol=1e-10, msg=lambda m, where=where: f"{where}: {m}"
+                found[name].double(), value, rtol=cs.EXACT, atol=cs.EXACT, msg=lambda m, where=where: f"{where}: {m}"
             )
 
 
@@ -160,6 +162,7 @@ def test_gpus_equal_dense_attention_within_the_error_of_one_device(ranks, impl: 
     [
         pytest.param(cs.hopper_variants, marks=pytest.mark.sm90, id="ffa"),
         pytest.param(cs.cudnn_variants, marks=pytest.mark.cudnn, id="cudnn"),
+        pytest.param(cs.triton_variants, id="triton"),
     ],
 )
 def test_kernels_on_several_ranks_err_at_most_twice_as_much_as_plain_torch(ranks, variants) -> None:
@@ -179,6 +182,7 @@ def test_kernels_on_several_ranks_err_at_most_twice_as_much_as_plain_torch(ranks
 
 @pytest.mark.gpu
 @pytest.mark.sm90
+@forced.free_choice
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_on_a_hopper_gpu_its_kernels_are_the_default(dtype) -> None:
     for case in cs.hopper_variants():
@@ -341,6 +345,7 @@ def test_backward_uses_its_own_plan_while_a_newer_microbatch_is_in_flight(ranks)
     assert all(ranks(2, two_in_flight, first, second))
 
 
+@forced.on_device_of_backend
 def test_device_copies_live_and_die_with_their_plan() -> None:
     plan = make_plan(cs.documents([8]), cp_size=1)
     x = torch.zeros(8, 2, 8)
@@ -368,6 +373,7 @@ def test_device_copies_are_freed_with_their_plan_without_a_garbage_collection() 
         assert alive() is None
 
 
+@forced.on_device_of_backend
 def test_a_call_is_prepared_once_for_tensors_that_lie_alike(monkeypatch) -> None:
     import megatron_magi.attention.distributed as module
 
@@ -403,6 +409,7 @@ def test_a_call_is_prepared_once_for_tensors_that_lie_alike(monkeypatch) -> None
     assert [run(x, x, x, softcap=3.0) for _ in range(2)] == [1, 0]
 
 
+@forced.on_device_of_backend
 def test_a_plan_with_its_calls_is_freed_without_a_garbage_collection() -> None:
     plan = make_plan(cs.documents([64])).for_rank(0)
     x = torch.randn(64, 2, 8, requires_grad=True)
@@ -416,7 +423,7 @@ def test_a_plan_with_its_calls_is_freed_without_a_garbage_collection() -> None:
 
 @pytest.mark.parametrize(
     "device",
-    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.sm90])],
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.sm90, forced.for_hopper])],
 )
 def test_padding_that_is_finite_stays_finite_and_gets_no_gradient(device) -> None:
     """On a Hopper GPU by its kernels, which read hidden keys: finite ones leave no trace."""
@@ -426,7 +433,7 @@ def test_padding_that_is_finite_stays_finite_and_gets_no_gradient(device) -> Non
     real = index < 200
     assert not real.all()
     gen = torch.Generator().manual_seed(0)
-    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    dtype = forced.DTYPE if device == "cpu" else torch.bfloat16
 
     def run(padding: float) -> list[torch.Tensor]:
         gen.manual_seed(0)
@@ -477,6 +484,7 @@ def test_gradients_are_added_to_only_where_there_is_something_to_add_to(ranks) -
     assert last == [[("dq",), ("dq",), ("dq", "dk", "dv")]] * 2
 
 
+@forced.on_device_of_backend
 def test_compiled_models_may_call_the_operator() -> None:
     plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
     x = torch.randn(8, 2, 8)
@@ -518,6 +526,7 @@ def test_keys_of_a_rank_without_loss_still_get_their_gradients(ranks, has_zeros)
     assert all(float(g) > 0 for g in ranks(2, unused_output, case, has_zeros))
 
 
+@forced.on_device_of_backend
 @pytest.mark.parametrize(
     ("options", "name"), [({"softmax_scale": 0.0}, "softmax_scale"), ({"softcap": -1.0}, "softcap")]
 )

@@ -22,11 +22,15 @@ from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.plan import make_plan
 from megatron_magi.testing.spawn import run_ranks
+from tests import forced
 from tests.attention import cases as cs
 
 on_gpus = pytest.mark.parametrize(
     "num_ranks",
-    [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4, 8)],
+    [
+        pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n), forced.for_hopper])
+        for n in (2, 4, 8)
+    ],
 )
 NATIVE = CommConfig(impl="native")
 OPTIONS = [

@@ -18,6 +18,7 @@ from megatron_magi.config import AttendConfig, CommConfig, CostModel, DispatchCo
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.plan import Plan, given_dispatch, make_plan
+from tests import forced
 from tests.attention import cases as cs
 from tests.attention.test_distributed import gather, run_case
 from tests.attention.test_layouts import scattered, two_nodes
@@ -52,7 +53,7 @@ def cases() -> list[cs.Case]:
         cs.Case(cs.window(50, 7), head_dim_v=5, softmax_scale=0.8, **shapes),
         cs.Case(cs.documents([20, 31]), MagiConfig(overlap=OverlapConfig(degree=2)), **shapes),
     ]
-    return [replace(case, config=replace(case.config, attend=AttendConfig(impl="torch"))) for case in todo]
+    return [replace(case, config=replace(case.config, attend=AttendConfig(impl=forced.impl("torch")))) for case in todo]
 
 
 def run_groups(rank: int, num_ranks: int, todo: list[cs.Case]) -> list[list[dict]]:
@@ -72,7 +73,7 @@ def test_groups_of_heads_computed_anywhere_equal_dense_attention(ranks, num_rank
             for name, value in expected.items():
                 where = f"case {number}, plan {plan}, {name}"
                 torch.testing.assert_close(
-                    found[name].double(), value, rtol=1e-10, atol=1e-10, msg=lambda m, w=where: f"{w}: {m}"
+                    found[name].double(), value, rtol=cs.EXACT, atol=cs.EXACT, msg=lambda m, w=where: f"{w}: {m}"
                 )
 
 
@@ -88,7 +89,9 @@ def run_key(rank: int, num_ranks: int) -> None:
     slow = replace(DEFAULT, forward_tflops=3e-4, backward_tflops=3e-4, gbytes_per_s=0.2)
     cost = CostModel(num_heads_q=64, num_heads_kv=4)
     config = MagiConfig(
-        DispatchConfig(rates=slow, flatten_head_groups=True), OverlapConfig(cost=cost), AttendConfig(impl="torch")
+        DispatchConfig(rates=slow, flatten_head_groups=True),
+        OverlapConfig(cost=cost),
+        AttendConfig(impl=forced.impl("torch")),
     )
     key = api.magi_attn_flex_key(
         [[0, total]], [[0, total]], "causal", total, total, cp_group_or_mesh=dist.group.WORLD, layout="contiguous",
@@ -97,13 +100,13 @@ def run_key(rank: int, num_ranks: int) -> None:
     plan = api.functions._RUNTIMES.get(key).plan
     assert plan.head_groups == 4 and any(plan.stats().guest_rows)
     draw = torch.Generator().manual_seed(0)
-    x = [torch.randn(total, n, dim, generator=draw, dtype=torch.float64).requires_grad_() for n in heads]
-    weight = torch.randn(total, heads[0], dim, generator=draw, dtype=torch.float64)
+    x = [torch.randn(total, n, dim, generator=draw, dtype=forced.DTYPE).requires_grad_() for n in heads]
+    weight = torch.randn(total, heads[0], dim, generator=draw, dtype=forced.DTYPE)
     expected, lse = dense_attention(*x, dense_mask(builders.causal(total)))
     grads = torch.autograd.grad(expected, x, weight)
     rows = api.get_position_ids(key)
     prepared = make_plan(plan.mask, plan.config, num_ranks, plan.dispatch, "auto").for_rank(rank)
-    prepare_batch({0: prepared}, AttnShape(*heads[:2], dim, dim, torch.float64), plan.config).to("cpu")
+    prepare_batch({0: prepared}, AttnShape(*heads[:2], dim, dim, forced.DTYPE), plan.config).to("cpu")
     assert prepared.runtime.moves and prepared.plan_hash == plan.plan_hash
 
     def attend(q, k, v):
@@ -125,7 +128,7 @@ def test_groups_travel_where_it_is_faster(ranks) -> None:
 
 def run_refused(rank: int, num_ranks: int) -> list[str]:
     be_quick()
-    case = cs.Case(cs.documents([64]), MagiConfig(attend=AttendConfig(impl="torch")))
+    case = cs.Case(cs.documents([64]), MagiConfig(attend=AttendConfig(impl=forced.impl("torch"))))
     plan = plans_of(case, num_ranks)[0].for_rank(rank)
 
     def call(heads=(4, 2, 2), config=case.config, **options) -> None:
@@ -149,7 +152,7 @@ def test_what_groups_cannot_do_is_refused_by_name_on_all_ranks(ranks) -> None:
 
 def run_without_groups(rank: int, num_ranks: int) -> list[str]:
     be_quick()
-    config = MagiConfig(DispatchConfig(flatten_head_groups=True), attend=AttendConfig(impl="torch"))
+    config = MagiConfig(DispatchConfig(flatten_head_groups=True), attend=AttendConfig(impl=forced.impl("torch")))
     plan = make_plan(cs.documents([64]), config, num_ranks).for_rank(rank)
     x = torch.ones(plan.num_rows, 2, 8)
 

@@ -17,6 +17,7 @@ from megatron_magi.attention import distributed_attention
 from megatron_magi.attention.prepared_batch import AttnShape, prepare_batch
 from megatron_magi.config import AttendConfig, MagiConfig, OverlapConfig
 from megatron_magi.plan import Dispatch, given_dispatch, make_plan
+from tests import forced
 from tests.attention import cases as cs
 from tests.attention.test_distributed import assert_case_within_budget, gather, run_case
 
@@ -61,13 +62,13 @@ def check(todo: list[cs.Case], results: list[list[list[dict]]]) -> None:
     for i, case in enumerate(todo):
         for j in range(len(results[0][i])):
             found, where = gather(case, [r[i][j] for r in results]), f"case {i} plan {j}"
-            if case.dtype == torch.float64:
+            if case.dtype == forced.DTYPE:
                 for name, value in cs.dense_attention(case, cs.inputs(case)).items():
                     torch.testing.assert_close(
                         found[name].double(),
                         value,
-                        rtol=1e-10,
-                        atol=1e-10,
+                        rtol=cs.EXACT,
+                        atol=cs.EXACT,
                         msg=lambda m, w=where, n=name: f"{w} {n}: {m}",
                     )
             else:
@@ -78,14 +79,14 @@ def check(todo: list[cs.Case], results: list[list[list[dict]]]) -> None:
 def drawn_cases(draw) -> cs.Case:
     heads_q, heads_kv = draw(st.sampled_from(SHAPES))
     seed = draw(st.integers(0, 1 << 16))
-    attend = AttendConfig(impl=draw(st.sampled_from(["torch", "reference"])))
+    attend = AttendConfig(impl=draw(st.sampled_from(forced.impls("torch", "reference"))))
     return cs.Case(
         cs.random_mask(draw(st.sampled_from([24, 37, 64])), draw(st.integers(0, 5)), seed),
         MagiConfig(overlap=OverlapConfig(degree=draw(st.sampled_from([None, 0, 1, 2]))), attend=attend),
         num_heads_q=heads_q,
         num_heads_kv=heads_kv,
         num_sinks=draw(st.integers(0, 1)),
-        dtype=draw(st.sampled_from([torch.float64, torch.bfloat16])),
+        dtype=draw(st.sampled_from([forced.DTYPE, torch.bfloat16])),
         seed=seed,
     )
 
@@ -128,7 +129,7 @@ def test_every_option_works_over_given_layouts(ranks, num_ranks: int) -> None:
 
 def run_prepared(rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of a plan, and of the same from a prepared batch."""
-    case = cs.Case(cs.documents([30, 34]), MagiConfig(attend=AttendConfig(impl="torch")))
+    case = cs.Case(cs.documents([30, 34]), MagiConfig(attend=AttendConfig(impl=forced.impl("torch"))))
     shape = AttnShape(case.num_heads_q, case.num_heads_kv, case.head_dim, case.head_dim_v, case.dtype)
     x, outs = cs.inputs(case), []
     for is_prepared in (False, True):
@@ -150,9 +151,9 @@ def test_prepared_batches_take_given_layouts(ranks) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.sm90
 @pytest.mark.ranks(2)
-def test_gpus_take_given_layouts(ranks) -> None:
-    num_ranks, todo = 2, cs.hopper_variants()[::4]
+@cs.by_kernels
+def test_gpus_take_given_layouts(ranks, variants) -> None:
+    num_ranks, todo = 2, variants()[::4]
     run = functools.partial(run_layouts, device="cuda")
     check(todo, ranks(num_ranks, run, todo, backend="nccl", timeout_s=240.0))

@@ -40,7 +40,7 @@ def test_documents_of_any_length_are_exact_and_repeat_bit_for_bit_whatever_paddi
         first, second = (gather(case, [of_rank[i][turn] for of_rank in results]) for turn in range(2))
         for part, value in cs.dense_attention(case, cs.inputs(case)).items():
             torch.testing.assert_close(
-                first[part].double(), value, rtol=1e-10, atol=1e-10, msg=lambda m, w=f"{name} {part}": f"{w}: {m}"
+                first[part].double(), value, rtol=cs.EXACT, atol=cs.EXACT, msg=lambda m, w=f"{name} {part}": f"{w}: {m}"
             )
             assert torch.equal(first[part], second[part]), f"{name} {part}"
 
@@ -55,4 +55,6 @@ def test_a_sink_beside_a_window_in_packed_documents_gets_its_own_gradient(ranks,
     expected = cs.dense_attention(case, cs.inputs(case))
     assert float(expected["dsink"].abs().min()) > 1e-3, "a sink that is left out would not be seen"
     for part, value in expected.items():
-        torch.testing.assert_close(found[part].double(), value, rtol=1e-10, atol=1e-10, msg=lambda m, w=part: w + m)
+        torch.testing.assert_close(
+            found[part].double(), value, rtol=cs.EXACT, atol=cs.EXACT, msg=lambda m, w=part: w + m
+        )

@@ -15,6 +15,11 @@ from megatron_magi.comm import timeouts
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import make_plan
+from tests import forced
+
+pytestmark = forced.on_device_of_backend
+
+IMPLS = forced.impls("torch", "reference")
 
 # Rows 12 to 15 see nothing, keys 14 and 15 are seen by no row.
 MASK = AttnMask([(0, 12, 0, 14, 0)], total_seqlen_q=16)
@@ -33,14 +38,14 @@ def both_passes(x, attend):
     out.backward(x["dout"])
 
 
-def one_device(x, impl="torch", sanity_check=True):
+def one_device(x, impl=IMPLS[0], sanity_check=True):
     def attend(q, k, v, sink):
         return slice_attention(q, k, v, MASK, sink=sink, impl=impl, sanity_check=sanity_check)
 
     both_passes(x, attend)
 
 
-@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_a_hidden_row_is_named_and_without_the_check_does_no_harm_here(impl, name, value):

@@ -21,6 +21,7 @@ from megatron_magi.config import AttendConfig, DispatchConfig, MagiConfig
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.plan import make_plan
+from tests import forced
 from tests.comm.test_collective_checks import be_quick, outcome
 from tests.dense_attention import dense_attention
 
@@ -46,7 +47,7 @@ def step(group: dist.ProcessGroup, lengths: list[int], layout: str | None, seed:
     bounds = np.append(0, np.cumsum(lengths)).tolist()
     key = api.magi_attn_varlen_key(bounds, bounds, causal=True, cp_group_or_mesh=group, layout=layout)
     draw = torch.Generator().manual_seed(seed)
-    *x, weight = (torch.randn(bounds[-1], n, DIM, generator=draw, dtype=torch.float64) for n in (*HEADS, HEADS[0]))
+    *x, weight = (torch.randn(bounds[-1], n, DIM, generator=draw, dtype=forced.DTYPE) for n in (*HEADS, HEADS[0]))
     whole = [t.requires_grad_() for t in x]
     expected = dense_attention(*whole, dense_mask(builders.varlen(bounds)))[0]
     grads = torch.autograd.grad(expected, whole, weight)
@@ -124,7 +125,7 @@ def wrong_size(rank: int, num_ranks: int) -> str:
     """Rank 1 takes the plan of all ranks for the pair."""
     be_quick()
     pair = groups_of(num_ranks, 10.0)[2]
-    config = MagiConfig(DispatchConfig(), attend=AttendConfig(impl="torch"))
+    config = MagiConfig(DispatchConfig(), attend=AttendConfig(impl=forced.impl("torch")))
     plans = {size: make_plan(builders.causal(64), config, size) for size in (2, 4)}
 
     def call(size: int) -> None:

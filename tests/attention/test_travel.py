@@ -14,6 +14,7 @@ from megatron_magi.attention.prepared_batch import AttnShape, prepare_batch
 from megatron_magi.comm.group_collective import group_cast, group_reduce
 from megatron_magi.config import AttendConfig, MagiConfig, OverlapConfig
 from megatron_magi.plan import Dispatch, Plan, given_dispatch, make_plan
+from tests import forced
 from tests.attention import cases as cs
 from tests.attention.test_distributed import run_case
 from tests.attention.test_layouts import check, check_drawn, scattered, two_nodes
@@ -84,13 +85,13 @@ def assert_prepared_is_plain(results: list[list[tuple[torch.Tensor, ...]]]) -> N
 
 
 def test_prepared_batches_and_several_masks_over_one_layout_travel(ranks) -> None:
-    case = cs.Case(cs.documents([30, 34]), MagiConfig(attend=AttendConfig(impl="torch")))
+    case = cs.Case(cs.documents([30, 34]), MagiConfig(attend=AttendConfig(impl=forced.impl("torch"))))
     assert_prepared_is_plain(ranks(3, run_prepared, case))
 
 
 def run_not_finite(rank: int, num_ranks: int) -> str:
     """The error of each rank where a row of rank 1 that rank 0 computes is not finite."""
-    config = MagiConfig(attend=AttendConfig(impl="torch", sanity_check=True))
+    config = MagiConfig(attend=AttendConfig(impl=forced.impl("torch"), sanity_check=True))
     home, hosts = (given_dispatch(name, 64, num_ranks) for name in ("contiguous", "zigzag"))
     plan = make_plan(cs.documents([64]), config, num_ranks, home, hosts).for_rank(rank)
     q, k, v = (torch.ones(32, heads, 8) for heads in (4, 2, 2))
@@ -140,18 +141,20 @@ def run_counting(rank: int, num_ranks: int, case: cs.Case) -> tuple[dict[str, in
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [forced.DTYPE, torch.bfloat16])
 def test_bytes_are_those_of_the_plan(ranks, dtype) -> None:
-    case = cs.Case(cs.documents([30, 34]), MagiConfig(attend=AttendConfig(impl="torch")), head_dim_v=4, dtype=dtype)
+    case = cs.Case(
+        cs.documents([30, 34]), MagiConfig(attend=AttendConfig(impl=forced.impl("torch"))), head_dim_v=4, dtype=dtype
+    )
     for counted, planned in ranks(3, run_counting, case):
         assert counted == planned and planned["moves"] > 0
 
 
 @pytest.mark.gpu
-@pytest.mark.sm90
 @pytest.mark.ranks(2)
-def test_queries_travel_between_gpus(ranks) -> None:
-    num_ranks, todo = 2, cs.hopper_variants()[::4]
+@cs.by_kernels
+def test_queries_travel_between_gpus(ranks, variants) -> None:
+    num_ranks, todo = 2, variants()[::4]
     run = functools.partial(run_travel, device="cuda")
     check(todo, ranks(num_ranks, run, todo, backend="nccl", timeout_s=240.0))
 

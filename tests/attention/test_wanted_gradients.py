@@ -8,7 +8,10 @@ import torch
 from megatron_magi.attention import distributed_attention
 from megatron_magi.config import MagiConfig
 from megatron_magi.plan import make_plan
+from tests import forced
 from tests.attention import cases as cs
+
+pytestmark = forced.on_device_of_backend
 
 
 def test_a_plan_first_used_without_gradients_gives_them_later() -> None:

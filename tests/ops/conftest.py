@@ -14,7 +14,5 @@ def one_thread():
 
 
 @pytest.fixture(autouse=forced.DEVICE != "cpu")
-def on_the_device_of_the_backend():
-    """Tensors of tests that name no device."""
-    with torch.device(forced.DEVICE):
-        yield
+def on_the_device_of_the_backend(tensors_on_the_device):
+    """All tests here compute."""

@@ -139,6 +139,18 @@ def test_gradients_of_a_batch_are_an_error_or_those_of_each(attend):
         torch.testing.assert_close(batch, torch.stack(each), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("attend", ALL)
+def test_an_output_may_be_changed_in_place_and_its_backward_says_that_it_was(attend):
+    q, k, v = random_qkv()
+    out = attend(q, k, v)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    bias = torch.ones(8, requires_grad=True)
+    (grad,) = torch.autograd.grad(attend(q.detach(), k.detach(), v.detach()).add_(bias).sum(), bias)
+    assert grad.tolist() == [12] * 8
+
+
 def of_ranks(rank, num_ranks):
     """Whether `calc_attn` on several ranks, between a dispatch and an undispatch, and after a roll, refuses."""
     key = magi_attn_varlen_key([0, 64], [0, 64], causal=True, chunk_size=8, cp_group_or_mesh=dist.group.WORLD)

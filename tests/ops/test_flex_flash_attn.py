@@ -98,10 +98,15 @@ def test_meta_holds_lse_always_and_max_logits_when_asked():
         ((), {"sink_layout": "shd"}, "sink_layout"),
         ((), {"sink": torch.zeros(2, 2), "sink_layout": "ssh"}, "sink: layout 'ssh' has 3 dimensions"),
         ((), {"sink": torch.zeros(2, 3)}, r"sink: expected shape \[num_sinks, 2\]"),
-        ((), {"impl": "ffa"}, "impl: 'ffa' (needs a Hopper GPU|is for .*) .* use '"),
     ],
 )
 def test_bad_arguments_get_an_error_that_names_them(args, options, message):
     case = make_case()
     with pytest.raises(ValueError, match=message):
         flex_flash_attn_func(case.q, case.k, case.v, *args, **forced.on_device(options))
+
+
+def test_kernels_for_gpus_are_refused_by_name_on_a_cpu():
+    case = make_case(device="cpu")
+    with pytest.raises(ValueError, match=r"^impl: 'ffa' (needs a Hopper GPU|is for .*) .* use '"):
+        flex_flash_attn_func(case.q, case.k, case.v, impl="ffa")

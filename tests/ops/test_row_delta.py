@@ -67,6 +67,7 @@ def test_an_output_of_more_than_16_bits_is_left_to_torch(impl, device, dtype, ca
     assert not caplog.records
 
 
+@forced.on_cpu
 def test_what_the_kernel_does_not_take_is_named():
     out = torch.ones(3, 2, 64).bfloat16()
     with pytest.raises(ValueError, match="impl: 'ffa' needs a Hopper GPU"):

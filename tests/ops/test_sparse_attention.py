@@ -16,11 +16,12 @@ from tests.backends.sm90.sparse_cases import csr_of_mask, lists_with_gaps, rando
 def tensors(num_rows, num_keys, heads=(4, 2), dim=8, seed=0):
     gen = forced.generator(seed)
     shapes = [(num_rows, heads[0], dim), (num_keys, heads[1], dim), (num_keys, heads[1], dim)]
-    return [torch.randn(shape, generator=gen, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return [torch.randn(shape, generator=gen, dtype=forced.DTYPE).requires_grad_() for shape in shapes]
 
 
 def dense_attention(q, k, v, visible, sink=None, softmax_scale=None):
-    """``(out, lse)`` of a mask ``[num_heads_kv or 1, num_rows, num_keys]``, head by head."""
+    """``(out, lse)`` in fp64 of a mask ``[num_heads_kv or 1, num_rows, num_keys]``, head by head."""
+    q, k, v, sink = (x if x is None else x.double() for x in (q, k, v, sink))
     outs, lses = [], []
     for head in range(q.shape[1]):
         head_kv = head // (q.shape[1] // k.shape[1])
@@ -41,18 +42,23 @@ def expanded(mask, q_block, k_block, num_rows, num_keys, causal):
     return visible & (key <= row[:, None] + num_keys - num_rows) if causal else visible
 
 
+def assert_close(got, want):
+    most = forced.tolerance(1e-7)
+    torch.testing.assert_close(got.double(), want.double(), rtol=most, atol=most)
+
+
 def assert_same(got, want, inputs):
-    torch.testing.assert_close(got[0], want[0])
-    torch.testing.assert_close(got[1].lse, want[1])
+    assert_close(got[0], want[0])
+    assert_close(got[1].lse, want[1])
     weights = torch.linspace(-1, 1, got[0].numel(), dtype=torch.float64).view(got[0].shape)
     for a, b in zip(*(torch.autograd.grad((x[0] * weights).sum(), inputs) for x in (got, want)), strict=True):
-        torch.testing.assert_close(a, b)
+        assert_close(a, b)
 
 
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 200))
 
 
-@settings(max_examples=40)
+@settings(**forced.examples(40))
 @given(
     sizes, st.integers(1, 20), st.sampled_from([64, 128]), st.sampled_from([(4, 2), (3, 1), (2, 2)]),
     st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["mask", "csr", "lists"]), st.integers(0, 999),
@@ -68,7 +74,7 @@ def test_block_sparse_attention_is_dense_attention_of_the_expanded_mask(
         form
     ]()
     inputs = tensors(num_rows, num_keys, heads, seed=seed)
-    sink = torch.randn(2, heads[0], dtype=torch.float64, generator=gen).requires_grad_() if has_sink else None
+    sink = torch.randn(2, heads[0], dtype=forced.DTYPE, generator=gen).requires_grad_() if has_sink else None
     options = {"q_block_size": q_block, "k_block_size": k_block, "causal": causal, "sink": sink}
     got = block_sparse_attention(*inputs, blocks, **options, softmax_scale=scale)
     visible = expanded(mask, q_block, k_block, num_rows, num_keys, causal)
@@ -76,7 +82,7 @@ def test_block_sparse_attention_is_dense_attention_of_the_expanded_mask(
         assert_same(got, dense_attention(*inputs, visible, sink, scale), [*inputs, *([sink] if has_sink else [])])
 
 
-@settings(max_examples=25)
+@settings(**forced.examples(25))
 @given(sizes, st.integers(1, 30), st.sampled_from([(4, 2), (3, 1)]), st.booleans(), st.integers(0, 999))
 def test_index_sparse_attention_is_dense_attention_of_the_listed_keys(shape, topk, heads, per_head, seed):
     num_rows, num_keys = shape
@@ -119,7 +125,7 @@ def test_rows_that_see_nothing_are_zero_and_largest_logits_are_of_what_is_seen()
     out, meta = block_sparse_attention(q, k, v, mask, q_block_size=3, k_block_size=64, return_max_logits=True)
     assert bool((out[3:] == 0).all()) and bool((out[:, :2] == 0).all()) and bool((meta.lse[3:] == -torch.inf).all())
     logits = torch.einsum("qhd,kd->hqk", q[:3, 2:], k[64:128, 1]) / 8**0.5
-    torch.testing.assert_close(meta.max_logits[2:], logits.amax((1, 2)).detach())
+    assert_close(meta.max_logits[2:], logits.amax((1, 2)).detach())
     assert bool((meta.max_logits[:2] == -torch.inf).all())
 
 
@@ -131,17 +137,16 @@ def test_no_queries_or_no_keys_are_no_mistake(shape):
     assert out.shape == q.shape and bool((out == 0).all()) and bool((meta.lse == -torch.inf).all())
 
 
+@forced.on_cpu
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("shape", [(0, 10), (10, 0), (0, 0)])
 @pytest.mark.parametrize("impl", [name for name in SPARSE if name != "reference"])
 def test_kernels_are_not_called_for_no_queries_or_no_keys(monkeypatch, impl, shape, sinks):
-    """The definition computes these; kernels that would not take such tensors are refused nevertheless."""
+    """The definition computes these."""
     q, k, v = (t.detach().float().requires_grad_() for t in tensors(*shape, dim=64))
     mask = torch.zeros(-(-shape[0] // 4), -(-shape[1] // 64), dtype=torch.bool)
     sink = torch.randn(sinks, 4, requires_grad=True) if sinks else None
     sizes = {"q_block_size": 4, "k_block_size": 64, "sink": sink, "impl": impl}
-    with pytest.raises(ValueError, match="on cpu; use"):
-        block_sparse_attention(q, k, v, mask, **sizes)
     monkeypatch.setattr(SPARSE[impl], "why_not", lambda *_: None)
     for name in ("forward", "backward"):
         monkeypatch.setattr(SPARSE[impl], name, lambda *_: pytest.fail("called"))
@@ -185,9 +190,8 @@ MASK = torch.ones(3, 2, dtype=torch.bool)
         ("return_max_logits", {"return_max_logits": 2}),
         ("deterministic", {"deterministic": None}),
         ("sanity_check", {"sanity_check": 1}),
-        ("k", {"k": torch.full((100, 2, 8), torch.nan, dtype=torch.float64), "sanity_check": True}),
+        ("k", {"k": torch.full((100, 2, 8), torch.nan, dtype=forced.DTYPE), "sanity_check": True}),
         ("impl", {"impl": "fa3"}),
-        ("impl", {"impl": "ffa"}),
         ("q", {"q": torch.zeros(10, 4)}),
     ],
 )
@@ -195,7 +199,19 @@ def test_what_is_wrong_is_named(name, changed):
     q, k, v = tensors(10, 100)
     arguments = {"q": q, "k": k, "v": v, "blocks": MASK, "q_block_size": 4, "k_block_size": 64, **changed}
     with pytest.raises(ValueError, match=rf"^{name}:"):
-        block_sparse_attention(**arguments)
+        block_sparse_attention(**forced.on_device(arguments))
+
+
+@forced.on_cpu
+@pytest.mark.parametrize("shape", [(10, 100), (0, 100), (10, 0)])
+@pytest.mark.parametrize("impl", [name for name in SPARSE if name != "reference"])
+def test_kernels_for_gpus_are_refused_by_name_on_a_cpu(impl, shape):
+    """Also where there is nothing that they would compute."""
+    if impl == "triton" and forced.is_interpreted():
+        pytest.skip("kernels in Triton are interpreted")
+    mask = MASK[: -(-shape[0] // 4), : -(-shape[1] // 64)]
+    with pytest.raises(ValueError, match=r"^(impl|q): .*'(ffa|triton)'.* on cpu; use"):
+        block_sparse_attention(*tensors(*shape), mask, q_block_size=4, k_block_size=64, impl=impl)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +228,7 @@ def test_what_is_wrong_is_named(name, changed):
 )
 def test_indices_that_are_wrong_are_named(indices):
     with pytest.raises(ValueError, match=r"^indices:"):
-        index_sparse_attention(*tensors(10, 100), indices)
+        index_sparse_attention(*tensors(10, 100), forced.on_device(indices))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -230,9 +246,9 @@ def test_compiled_functions_are_one_graph_for_all_patterns():
         indices = torch.randint(-1, 100, (10, 1, 8), generator=gen)
         want, got = step(*inputs, mask, indices), compiled(*inputs, mask, indices)
         for a, b in zip(want, got, strict=True):
-            torch.testing.assert_close(a, b)
+            assert_close(a, b)
         for a, b in zip(*(torch.autograd.grad(x[0].square().sum(), inputs) for x in (want, got)), strict=True):
-            torch.testing.assert_close(a, b)
+            assert_close(a, b)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -282,7 +298,7 @@ def test_compiled_functions_refuse_scales_too():
 )
 def test_lists_that_nobody_reads_before_the_kernels_are_checked_where_asked_for(name, blocks):
     """As on a GPU: compiled functions do not look at what lists hold."""
-    q, k, v = tensors(10, 100)
+    (q, k, v), blocks = tensors(10, 100), forced.on_device(blocks)
 
     def attend(check):
         if name == "indices":

@@ -16,7 +16,7 @@ from megatron_magi.backends.sm90.support import LOG2_E, kernels_exist, sm_count
 from megatron_magi.backends.sm90.support import why_not as why_no_kernels
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
-from megatron_magi.operands.passes import ForwardInputs
+from megatron_magi.operands.passes import ForwardInputs, new_output
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 _ANY_DIMS = (64, 64)
@@ -42,15 +42,12 @@ def forward(
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    q, kv, v, sink_lse = inputs
+    q, kv, v, _ = inputs
     if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
         raise ValueError(reason)
     num_rows, num_heads, _ = q.shape
-    out = torch.empty((num_rows, num_heads, v.shape[2]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
+    out, lse, sink_lse = new_output(inputs)
     max_logits = lse.new_full((num_heads,), -torch.inf) if return_max_logits else None
-    if sink_lse is not None:
-        sink_lse = sink_lse.expand(num_rows, num_heads)
     q, kv = readable(q), readable(kv)
     entries = lists_of(pattern).entries
 

@@ -22,7 +22,7 @@ from megatron_magi.backends.sm90.support import (
 from megatron_magi.backends.sm90.support import why_not as why_no_kernels
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
-from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, new_output
 from megatron_magi.operands.sparse_pattern import SparsePattern
 
 
@@ -54,14 +54,11 @@ def forward(
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    q, k, v, sink_lse = inputs
+    q, k, v, _ = inputs
     _check_support(q, v)
-    num_rows, num_heads, dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
+    _, num_heads, dim = q.shape
+    out, lse, sink_lse = new_output(inputs)
     max_logits = lse.new_full((num_heads,), -torch.inf) if return_max_logits else None
-    if sink_lse is not None:
-        sink_lse = sink_lse.expand(num_rows, num_heads)
     q, k, v = map(kernels.readable, (q, k, v))
     stream, lists, indexed = current_stream(q.device), lists_of(pattern), pattern.k_block == 1
     group = num_heads // k.shape[1]

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_magi.backends.triton import support
 from megatron_magi.backends.triton.attention import LOG2_E, latent_kernels, readable
 from megatron_magi.backends.triton.tuning import LatentKernel, kind_of, latent_sizes, padded
-from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, new_output
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 CHUNK_BYTES = 1 << 30
@@ -51,13 +51,12 @@ def forward(
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    q, kv, v, sink_lse = inputs
+    q, kv, v, _ = inputs
     _check_support(q, v)
     num_rows, num_heads, _ = q.shape
-    out = q.new_empty((num_rows, num_heads, v.shape[2]))
-    lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
+    out, lse, sink_lse = new_output(inputs)
     row_max = torch.empty_like(lse) if return_max_logits else lse
-    sink = lse if sink_lse is None else sink_lse.expand(num_rows, num_heads)
+    sink = lse if sink_lse is None else sink_lse
     if not num_rows or not kv.shape[0]:
         lse.copy_(sink) if sink_lse is not None else lse.fill_(-torch.inf)
         return out.zero_(), lse, lse.new_full((num_heads,), -torch.inf) if return_max_logits else None

@@ -14,7 +14,7 @@ from megatron_magi.backends.triton import support
 from megatron_magi.backends.triton.attention import LOG2_E, readable, sparse_kernels
 from megatron_magi.backends.triton.sparse_lists import lists_of, lists_of_queries
 from megatron_magi.backends.triton.tuning import Kernel, Sizes, padded, sparse_sizes
-from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, new_output
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 _INSTEAD = "'reference', which takes the memory of dense logits"
@@ -41,13 +41,11 @@ def forward(
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    q, k, v, sink_lse = inputs
+    q, k, v, _ = inputs
     _check_support(q, v)
-    num_rows, num_heads, _ = q.shape
-    out = q.new_empty((num_rows, num_heads, v.shape[2]))
-    lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
+    out, lse, sink_lse = new_output(inputs)
     row_max = torch.empty_like(lse) if return_max_logits else lse
-    sink = lse if sink_lse is None else sink_lse.expand(num_rows, num_heads)
+    sink = lse if sink_lse is None else sink_lse
     q, k, v, lists = readable(q), readable(k), readable(v), lists_of(pattern)
     grid, constants = _shape("forward", q, k, v, pattern)
     sparse_kernels().sparse_forward_kernel[grid](

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -73,6 +73,13 @@ class Memory(TorchDispatchMode):
         return "elsewhere" if address else None
 
 
+def kernel_named(name: str, macros: Sequence[str], threads: int, shared_bytes: int) -> driver.Kernel:
+    """A kernel that is not loaded."""
+    handle = _Name(name)
+    handle.macros = tuple(macros)
+    return driver.Kernel(handle, threads, shared_bytes)
+
+
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Record], Memory]]:
     """Yields the launches that are queued meanwhile, none of them run, and what names their addresses."""
@@ -80,9 +87,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Record], Me
     memory = Memory()
 
     def load(_device, name, macros, threads, size) -> driver.Kernel:
-        handle = _Name(name)
-        handle.macros = tuple(macros)
-        return driver.Kernel(handle, threads, size)
+        return kernel_named(name, macros, threads, size)
 
     def note(kernel, config, pointers) -> None:
         shape, params = driver.LaunchConfig.from_address(config), kinds[id(kernel)].from_address(pointers[0])
@@ -114,6 +119,12 @@ def _fields(params: ctypes.Structure, memory: Memory, prefix: str = "") -> Itera
             continue
         if issubclass(kind, ctypes.Structure):
             yield from _fields(getattr(params, name), memory, f"{prefix}{name}.")
+        elif issubclass(kind, ctypes.Array) and kind._type_ is ctypes.c_void_p:
+            yield prefix + name, tuple(memory.place(address or 0) for address in getattr(params, name))
+        elif issubclass(kind, ctypes.Array) and kind._type_ is not ctypes.c_char:
+            # Of 64 bits these may be addresses too.
+            places = [(number, memory.place(number)) for number in getattr(params, name)]
+            yield prefix + name, tuple(place if isinstance(place, tuple) else number for number, place in places)
         elif issubclass(kind, ctypes.Array):
             field = getattr(type(params), name)
             encoded = ctypes.string_at(ctypes.addressof(params) + field.offset, field.size)

@@ -6,6 +6,8 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 
 _patch_tensor = interpreter._patch_lang_tensor
@@ -18,3 +20,19 @@ def _patched(tensor, scope) -> None:
 
 
 interpreter._patch_lang_tensor = _patched
+
+_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _dot_with_bf16(builder, a, b, *rest):
+    """NumPy has no bf16: Triton keeps its bits, which it would multiply as integers."""
+    return _dot(builder, *map(_widened, (a, b)), *rest)
+
+
+def _widened(x):
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+interpreter.InterpreterBuilder.create_dot = _dot_with_bf16
