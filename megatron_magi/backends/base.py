@@ -64,7 +64,7 @@ class Backend(ABC):
         takes_out: the backward takes the output of the forward over all keys and sinks, in the dtype of q, as ``out``,
             and then needs no delta.
         tables, programs, capture, sparse, latent: what else it offers, see the module.
-        latent_forward: the forward of `Latent` without a backward, which another backend then computes.
+        latent_part: `Latent` without what another backend then computes.
     """
 
     name: ClassVar[str]
@@ -75,7 +75,7 @@ class Backend(ABC):
     capture: ClassVar[Capture | None] = None
     sparse: ClassVar[Sparse | None] = None
     latent: ClassVar[Latent | None] = None
-    latent_forward: ClassVar[LatentForward | None] = None
+    latent_part: ClassVar[LatentPart | None] = None
 
     @abstractmethod
     def why_not(
@@ -576,7 +576,7 @@ class Sparse(Protocol):
         """dq, dk and dv; lse and delta of ``inputs`` are those of the forward over the same pattern."""
 
 
-class LatentForward(Protocol):
+class _LatentForward(Protocol):
     """Attention over lists of single keys whose first elements are the values: ``v`` of inputs is a slice of ``k``. Not
     called without rows or keys.
     """
@@ -590,7 +590,14 @@ class LatentForward(Protocol):
         """As `Sparse.forward`."""
 
 
-class Latent(LatentForward, Protocol):
+class LatentPart(_LatentForward, Protocol):
+    """The same with a backward that does not repeat."""
+
+    def backward(self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """As `Latent.backward`, not deterministic."""
+
+
+class Latent(_LatentForward, Protocol):
     """The same with a backward."""
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:

@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from megatron_magi.backends.base import Backend, Kernels, Latent, LatentForward, Sparse
+from megatron_magi.backends.base import Backend, Kernels, Latent, LatentPart, Sparse
 from megatron_magi.backends.blocked.backend import Blocked
 from megatron_magi.backends.cudnn.backend import Cudnn
 from megatron_magi.backends.reference.backend import Reference
 from megatron_magi.backends.sm90.backend import Sm90
 from megatron_magi.backends.triton.backend import TritonKernels
 from megatron_magi.operands.options import AttnOptions
+from megatron_magi.operands.passes import BackwardInputs
+from megatron_magi.operands.sparse_pattern import SparsePattern
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +32,22 @@ SPARSE: dict[str, Sparse] = {name: backend.sparse for name, backend in BACKENDS.
 """Attention over lists of keys, likewise."""
 
 
-class ForwardOf:
-    """Attention over lists of latent keys by two backends: one that has a forward alone, and another one's backward."""
+class Completed:
+    """Attention over lists of latent keys by two backends: one whose gradients do not repeat, and one for where they
+    have to.
+    """
 
-    def __init__(self, first: LatentForward, second: Latent) -> None:
+    def __init__(self, first: LatentPart, second: Latent) -> None:
         self._first, self._second = first, second
-        self.forward, self.row_delta, self.backward = first.forward, second.row_delta, second.backward
+        self.forward, self.row_delta = first.forward, second.row_delta
+
+    def backward(
+        self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `megatron_magi.backends.base.Latent`."""
+        if deterministic:
+            return self._second.backward(inputs, pattern, softmax_scale, True)
+        return self._first.backward(inputs, pattern, softmax_scale)
 
     def why_not(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
         return self._first.why_not(device, dtype, dims) or self._second.why_not(device, dtype, dims)
@@ -42,18 +55,18 @@ class ForwardOf:
 
 def _latent() -> dict[str, Latent]:
     found = {name: backend.latent for name, backend in BACKENDS.items() if backend.latent is not None}
-    forwards = {name: backend.latent_forward for name, backend in BACKENDS.items() if backend.latent_forward}
-    return found | {name: ForwardOf(forward, found["triton"]) for name, forward in forwards.items()}
+    parts = {name: backend.latent_part for name, backend in BACKENDS.items() if backend.latent_part}
+    return found | {name: Completed(part, found["triton"]) for name, part in parts.items()}
 
 
 LATENT: dict[str, Latent] = _latent()
-"""Attention over lists of latent keys, likewise. A backend without a backward has that of the kernels in Triton."""
+"""Attention over lists of latent keys, likewise. What a backend's part lacks is by the kernels in Triton."""
 
 _FASTEST_SPARSE = ("ffa",)
 """The same for lists of keys. Those for blocks and keys in Triton are taken by name alone: not yet run on a GPU."""
 
-_FASTEST_LATENT = ("triton",)
-"""The same for lists of latent keys. The Hopper kernel is taken by name alone: it has not been timed beside these."""
+_FASTEST_LATENT = ("ffa", "triton")
+"""The same for lists of latent keys."""
 
 _DEFINITION = "reference"
 """Where ``auto`` finds nothing among those, and on CPUs for latent keys."""

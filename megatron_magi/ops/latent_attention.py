@@ -60,9 +60,9 @@ def latent_sparse_attention(
         sanity_check: look for NaN and inf in q, kv, the sink (NaN alone) and the gradient of the output, and for
             indices that are wrong: a pass over memory and a wait for the device each.
         impl: ``auto``, ``reference`` (the listed keys of some queries at a time), ``triton`` (head_dim up to 576, with
-            dim_v up to 512 and up to 64 elements behind; ``auto`` on GPUs) or ``ffa`` (fp16 and bf16, head_dim 576 and
-            dim_v 512: a Hopper kernel in the forward, with the backward of ``triton``; by name alone); one that is
-            named never falls back.
+            dim_v up to 512 and up to 64 elements behind) or ``ffa`` (fp16 and bf16, head_dim 576 and dim_v 512, on
+            Hopper; deterministic gradients are those of ``triton``). ``auto`` on GPUs is the first of ``ffa`` and
+            ``triton`` that takes the tensors; one that is named never falls back.
 
     Returns:
         ``(out, meta)``: out ``[num_tokens_q, num_heads_q, dim_v]`` in the dtype of q; ``meta.lse`` ``[num_tokens_q,

@@ -229,28 +229,36 @@ def test_a_gradient_that_is_not_finite_is_named_where_asked_for():
 
 
 @forced.free_choice
-def test_auto_is_the_kernels_in_triton_on_a_gpu_that_they_take_and_else_the_definition_which_is_said_once(
+def test_auto_is_the_first_kernel_that_takes_the_tensors_and_else_the_definition_which_is_said_once(
     caplog, monkeypatch
 ):
     from megatron_magi.backends import registry
 
     registry._warn_latent_once.cache_clear()
-    triton, reference = (registry.LATENT[name] for name in ("triton", "reference"))
+    ffa, triton, reference = (registry.LATENT[name] for name in ("ffa", "triton", "reference"))
 
     def chosen(device="cuda"):
         return registry.choose_latent("auto", torch.device(device), torch.bfloat16, (576, 512))
 
+    monkeypatch.setattr(ffa, "why_not", lambda *_: "no Hopper")
     monkeypatch.setattr(triton, "why_not", lambda *_: "not here")
     with caplog.at_level(logging.WARNING):
         assert chosen() is chosen() is reference
-    assert len(caplog.records) == 1 and "falls back to the definition, which is slow: not here" in caplog.text
+    assert len(caplog.records) == 1
+    assert "falls back to the definition, which is slow: no Hopper; not here" in caplog.text
     monkeypatch.setattr(triton, "why_not", lambda *_: None)
     assert chosen() is triton and chosen("cpu") is reference
+    monkeypatch.setattr(ffa, "why_not", lambda *_: None)
+    assert chosen() is ffa and chosen("cpu") is reference
 
 
-def test_a_forward_without_a_backward_has_that_of_the_kernels_in_triton():
+def test_gradients_that_have_to_repeat_are_those_of_the_kernels_in_triton(monkeypatch):
     from megatron_magi.backends import registry
 
     ffa, triton, device = registry.LATENT["ffa"], registry.LATENT["triton"], torch.device("cpu")
-    assert ffa.forward is not triton.forward and ffa.backward is triton.backward and ffa.row_delta is triton.row_delta
+    assert ffa.forward is not triton.forward and ffa.row_delta is triton.row_delta
+    monkeypatch.setattr(triton, "backward", lambda *args: args)
+    monkeypatch.setattr(ffa._first, "backward", lambda *args: args)
+    assert ffa.backward("inputs", "pattern", 0.5, True) == ("inputs", "pattern", 0.5, True)
+    assert ffa.backward("inputs", "pattern", 0.5, False) == ("inputs", "pattern", 0.5)
     assert "needs a Hopper GPU" in str(ffa.why_not(device, torch.bfloat16, (576, 512)))

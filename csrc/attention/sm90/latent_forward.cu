@@ -12,16 +12,10 @@
 //
 // Compile-time: DTYPE (Bf16 or Fp16).
 
-#include "row_products.cuh"
-#include "softmax.cuh"
-#include "sparse_tiles.cuh"
+#include "latent_tiles.cuh"
 
 using T = DTYPE;
 
-constexpr int kPanels = 9, kHalf = 4;       // panels of a key; of half of its values
-constexpr int kBehind = 2 * kHalf;          // the panel behind the values
-constexpr int kWidth = 64, kColumns = 256;  // keys of a block; columns of the output of a warpgroup
-constexpr u32 kPanelBytes = 64 * kPanelRowBytes;
 constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
 static_assert(kProducerRegisters + 2 * kConsumerRegisters == 3 * 168);
 
@@ -40,10 +34,6 @@ struct LatentForwardParams {
   float scale_log2, logit_scale;
 };
 
-struct Item {
-  int row, head, heads, blocks;  // query; first query head and their number; blocks of its list, 0: no more items
-};
-
 struct Shared {
   alignas(kSwizzleAtomBytes) u16 q[kPanels][64][kPanel];
   u16 k[2][kPanels][kWidth][kPanel];
@@ -57,11 +47,6 @@ struct Shared {
 };
 
 // ---- producer ----
-
-// Copies 16 bytes, and has what is around them brought into the L2 cache.
-DEVICE void copy_chunk(u32 smem, const u16* global) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
-}
 
 // Eight threads copy a row's part in a panel; a thread has rows t, t + 16, t + 32 and t + 48, with the same swizzle.
 struct Gather {
@@ -167,16 +152,6 @@ DEVICE void produce(const LatentForwardParams& p, Shared& s, int warp, int lane)
 }
 
 // ---- consumers ----
-
-DEVICE void hide_unseen(float (&scores)[kWidth / 2], const u32 (&seen)[2], int lane) {
-  const u32 words[2] = {seen[0], seen[1]};
-  if ((words[0] & words[1]) == 0xffffffffu) return;
-#pragma unroll
-  for (int i = 0; i < kWidth / 2; ++i) {
-    const int column = 8 * (i / 4) + (i & 1);
-    if (!(words[column / 32] >> 2 * (lane % 4) & 1u << column % 32)) scores[i] = -kInfinity;
-  }
-}
 
 // Makes exponentials and sums relative to the other warpgroup's references, which are never lower. Returns whether the
 // output must be multiplied by `rescale`; uniform in a warp.

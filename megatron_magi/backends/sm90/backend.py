@@ -11,7 +11,7 @@ from megatron_magi.backends.base import (
     Capture,
     HostTables,
     Kernels,
-    LatentForward,
+    LatentPart,
     ModelKind,
     Programs,
     Sparse,
@@ -48,7 +48,7 @@ class Sm90(Backend):
     programs: ClassVar[Programs | None] = _Programs()
     capture: ClassVar[Capture | None] = _Capture()
     sparse: ClassVar[Sparse | None] = sparse
-    latent_forward: ClassVar[LatentForward | None] = latent
+    latent_part: ClassVar[LatentPart | None] = latent
 
     forward = staticmethod(attention.forward)
     backward = staticmethod(attention.backward)

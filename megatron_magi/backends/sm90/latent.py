@@ -1,7 +1,7 @@
-"""Attention over lists of latent keys on Hopper GPUs: the kernel ``csrc/attention/sm90/latent_forward.cu``.
+"""Attention over lists of latent keys on Hopper GPUs: the kernels ``csrc/attention/sm90/latent_*.cu``.
 
 Takes fp16 and bf16 with the dims of MLA, 576 and 512, and any number of query heads; the best are multiples of 64 for
-each key head. There is no backward.
+each key head. The backward adds what each query gives to the gradient of keys in fp32, in any order.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.sm90.kernels import params as params_of
-from megatron_magi.backends.sm90.sparse_kernels import LATENT_DIMS, latent_kernel, readable
+from megatron_magi.backends.sm90.sparse_kernels import LATENT_DIMS, latent_backward_kernel, latent_kernel, readable
 from megatron_magi.backends.sm90.sparse_lists import lists_of
-from megatron_magi.backends.sm90.support import LOG2_E, kernels_exist, sm_count
+from megatron_magi.backends.sm90.support import LOG2_E, in_dtype, kernels_exist, sm_count
 from megatron_magi.backends.sm90.support import why_not as why_no_kernels
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
-from megatron_magi.operands.passes import ForwardInputs, new_output
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, new_output
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 _ANY_DIMS = (64, 64)
@@ -25,7 +25,7 @@ _HEADS = 64
 
 
 def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
-    """See `megatron_magi.backends.base.LatentForward`."""
+    """See `megatron_magi.backends.base.LatentPart`."""
     if not kernels_exist(device, dtype, _ANY_DIMS):
         return why_no_kernels(device, dtype, _ANY_DIMS, "'triton' or 'reference'")
     if dims != LATENT_DIMS:
@@ -34,17 +34,21 @@ def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> 
     return None
 
 
+def _check_support(q: Tensor, v: Tensor) -> None:
+    if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
+        raise ValueError(reason)
+
+
 def forward(
     inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(out, lse, max_logits)`` of checked arguments; see `megatron_magi.backends.base.LatentForward`.
+    """``(out, lse, max_logits)`` of checked arguments; see `megatron_magi.backends.base.LatentPart`.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
     q, kv, v, _ = inputs
-    if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
-        raise ValueError(reason)
+    _check_support(q, v)
     num_rows, num_heads, _ = q.shape
     out, lse, sink_lse = new_output(inputs)
     max_logits = lse.new_full((num_heads,), -torch.inf) if return_max_logits else None
@@ -81,3 +85,57 @@ def forward(
         params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
         launch.fire(current_stream(q.device))
     return out, lse, max_logits
+
+
+def backward(inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """``(dq, dkv)`` of checked arguments; see `megatron_magi.backends.base.LatentPart`.
+
+    Raises:
+        ValueError: the device, dtype or head dims are not supported.
+    """
+    q, kv, v, dout, lse, delta = inputs
+    _check_support(q, v)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    sums = torch.zeros((kv.shape[1], kv.shape[0], kv.shape[2]), dtype=torch.float32, device=kv.device)
+    q, kv, dout = readable(q), readable(kv), readable(in_dtype(dout, q.dtype))
+    entries = lists_of(pattern).entries
+
+    def make() -> Launch:
+        group = q.shape[1] // kv.shape[1]
+        parts = num_blocks(group, _HEADS)
+        num_items = q.shape[0] * kv.shape[1] * parts
+        params = params_of("latent_backward")(
+            entry_row=entries.stride(1), entry_list=entries.stride(0) if pattern.num_lists > 1 else 0,
+            kv_row=kv.stride(0), kv_head=kv.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
+            delta_row=delta.stride(0), delta_head=delta.stride(1), dq_row=dq.stride(0), dq_head=dq.stride(1),
+            topk=entries.shape[2], num_keys=kv.shape[0], num_items=num_items, heads_kv=kv.shape[1], group=group,
+            parts=parts, scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
+        )  # fmt: skip
+        grid = min(num_items, sm_count(q.device))
+        return Launch(latent_backward_kernel(q.device, q.dtype), grid, params, ((q, 1, _HEADS), (dout, 1, _HEADS)))
+
+    key = (
+        "latent_backward", q.device, q.dtype, softmax_scale, pattern.num_lists, q.shape, q.stride(), kv.shape,
+        kv.stride(), entries.shape, entries.stride(), dout.stride(), lse.stride(), delta.stride(),
+    )  # fmt: skip
+    launch = prepared(key, make)
+    with launch.lock:
+        launch.point_maps(q.data_ptr(), dout.data_ptr())
+        params = launch.params
+        params.kv, params.entries = kv.data_ptr(), entries.data_ptr()
+        params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
+        params.dq, params.sums = dq.data_ptr(), sums.data_ptr()
+        launch.fire(current_stream(q.device))
+    return dq, _in_order(sums, q.dtype)
+
+
+def _in_order(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of keys, ``[keys, key heads, dim]``, of sums ``[key heads, keys, dim]`` whose columns are in the
+    order of the kernel: in every 16, 0, 1, 8, 9 come first, then 2, 3, 10, 11 and so on.
+    """
+    heads, num_keys, dim = sums.shape
+    dkv = torch.empty((num_keys, heads, dim), dtype=dtype, device=sums.device)
+    dkv.view(num_keys, heads, dim // 16, 2, 4, 2).copy_(
+        sums.view(heads, num_keys, -1, 4, 2, 2).transpose(3, 4).transpose(0, 1)
+    )
+    return dkv

@@ -41,10 +41,11 @@ def test_sparse_kernels_fit_shared_memory_and_compile_without_serialised_product
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_kernel_of_latent_keys_fits_shared_memory_and_spills_nothing(monkeypatch, dtype):
+@pytest.mark.parametrize("make", [sparse_kernels.latent_kernel, sparse_kernels.latent_backward_kernel])
+def test_kernels_of_latent_keys_fit_shared_memory_and_spill_nothing(monkeypatch, make, dtype):
     asked = []
     monkeypatch.setattr(sparse_kernels, "_load", lambda *args: asked.append(args))
-    sparse_kernels.latent_kernel(CPU, dtype)
+    make(CPU, dtype)
     taken = _checked(monkeypatch, asked)
     assert not taken.spilled_bytes and not taken.frame_bytes
 

@@ -13,6 +13,7 @@ from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.backends.sm90 import sparse_backward, sparse_kernels, sparse_lists, support, tuning
 from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.cuda.driver import Kernel
+from megatron_magi.operands.passes import BackwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 from megatron_magi.ops.latent_attention import latent_sparse_attention
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
@@ -69,6 +70,15 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     assert launched == ["sparse_forward", "sparse_backward", "sparse_postprocess"]
 
 
+def test_columns_of_sums_of_latent_keys_are_put_in_order():
+    """In every 16, thread t of 4 has columns 2t, 2t + 1, 2t + 8 and 2t + 9."""
+    order = torch.tensor(
+        [i + c for i in range(0, 576, 16) for t in range(4) for c in (2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9)]
+    )
+    wanted = torch.randn(2, 5, 576)
+    assert torch.equal(latent_hopper._in_order(wanted[..., order].contiguous(), torch.float32), wanted.transpose(0, 1))
+
+
 def test_latent_keys_queue_one_kernel_of_all_query_heads(launched, monkeypatch):
     for name, value in (("current_stream", 0), ("sm_count", 132)):
         monkeypatch.setattr(latent_hopper, name, lambda _device, value=value: value)
@@ -81,7 +91,13 @@ def test_latent_keys_queue_one_kernel_of_all_query_heads(launched, monkeypatch):
         params = launched.params["latent_forward"]
         assert (params.num_items, params.parts, params.group) == (90 * heads[1] * parts, parts, heads[0] // heads[1])
         assert (params.entry_row, params.entry_list, params.topk, params.num_keys) == (70, 0, 70, 300)
-    assert launched == ["latent_forward"] * 4
+        inputs = BackwardInputs(q, kv, kv[..., :512], out.float(), meta.lse, meta.lse)
+        dq, dkv = latent_hopper.backward(inputs, SparsePattern((indices.transpose(0, 1),), 1, 1, False), 0.5)
+        assert (dq.shape, dkv.shape, dkv.dtype) == (q.shape, kv.shape, kv.dtype)
+        params = launched.params["latent_backward"]
+        assert (params.num_items, params.parts, params.group) == (90 * heads[1] * parts, parts, heads[0] // heads[1])
+        assert (params.entry_row, params.topk, params.num_keys, params.lse_row) == (70, 70, 300, heads[0])
+    assert launched == ["latent_forward", "latent_backward"] * 4
     with pytest.raises(ValueError, match=r"^kv: latent impl 'ffa' takes head_dim 576 with dim_v 512, got 576 and 500"):
         latent_sparse_attention(q, kv, indices, softmax_scale=0.5, dim_v=500, impl="ffa")
 
