@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.triton import support
 from megatron_magi.backends.triton.tables import DeviceTables, Tiling, tables_of
 from megatron_magi.backends.triton.tuning import Kernel, Sizes, kind_of, padded, sizes
 from megatron_magi.operands.merge import row_products
@@ -61,6 +62,7 @@ def latent_kernels() -> ModuleType:
 def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput) -> None:
     """See `megatron_magi.backends.base.Backend.forward`."""
     q, k, v, sink_lse = inputs
+    _require(q.device, q.dtype, (q.shape[2], v.shape[2]))
     q, k, v = (readable(x) for x in (q, k, v))
     out, lse, merges, max_logits = output
     (num_rows, num_heads, _), num_keys = q.shape, k.shape[0]
@@ -102,6 +104,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, grads: Gradients) -> None:
     """See `megatron_magi.backends.base.Backend.backward`."""
     q, k, v, dout, lse, delta = inputs
+    _require(q.device, q.dtype, (q.shape[2], v.shape[2]))
     q, k, v, dout = (readable(x) for x in (q, k, v, dout.to(q.dtype)))
     num_rows, num_keys = q.shape[0], k.shape[0]
     scale, cap = _logit_factors(options)
@@ -134,6 +137,13 @@ def _by_head(lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
             lse, delta, *made, num_rows, num_heads, heads, *lse.stride(), *delta.stride(), ROWS=_ROWS, HEADS=_HEADS,
         )  # fmt: skip
     return made[0], made[1]
+
+
+@cache
+def _require(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    """Raises ValueError for tensors that the kernels do not take; those that they take are looked at once."""
+    if (reason := support.why_not(device, dtype, dims)) is not None:
+        raise ValueError(reason)
 
 
 def _launch(
