@@ -51,8 +51,15 @@ demo: setup
 slurm-demo: setup
 	$(PYTHON) pretrain_scripts/slurm/lab/demo.py
 
+# Several processes share the tests (tests/conftest.py says how many), and the versions run beside each other: much of
+# either waits for one core.
 test: setup
-	$(PYTHON) -m pytest $(PYTEST_ARGS)$(if $(PYTEST_ARGS),,$(foreach v,$(MEGATRON_VERSIONS), && $(PYTHON) tests/megatron_versions.py --version $(v)))
+	$(PYTHON) -m pytest $(or $(PYTEST_ARGS),-n auto --dist worksteal)
+	$(if $(PYTEST_ARGS),,$(MAKE) --no-print-directory -j$(words $(MEGATRON_VERSIONS)) --output-sync \
+		$(MEGATRON_VERSIONS:%=test-megatron-%))
+
+test-megatron-%: setup
+	$(PYTHON) tests/megatron_versions.py --version $*
 
 # What depends on Megatron, under another megatron-core: VERSION of PyPI, or TREE, a folder that has megatron/.
 test-megatron: setup

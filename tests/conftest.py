@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import types
 
 import pytest
@@ -19,6 +20,18 @@ if importlib.util.find_spec("hypothesis"):  # files without such tests run witho
     # Examples may take long where other processes compute too; pytest-timeout ends tests that hang.
     settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any_machine")
+
+
+MOST_WORKERS = 4
+"""With ``-n auto``: each has, beside itself, a process that ranks are forked from, about 2 GB together."""
+
+if num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # this is one of them
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One on GPUs, which tests of several ranks and of memory take for themselves."""
+    return 1 if torch.cuda.is_available() else min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 def pytest_report_header() -> str | None:

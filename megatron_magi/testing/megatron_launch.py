@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 
 from megatron_magi.testing.megatron_rank import GRACE_S, Outcome, Request, output_path
+from megatron_magi.testing.ports import held_port
 
 PRETRAIN_GPT = str(Path(__file__).resolve().parents[2] / "pretrain_scripts" / "pretrain_gpt.py")
 """Script that a user launches."""
@@ -112,15 +112,16 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LOSS_LOG).unlink(missing_ok=True)
     args = [*args, "--magi-loss-log", str(folder / LOSS_LOG)]
-    request = Request(
-        script, args, num_ranks, _free_port(), str(folder), timeout_s, dict(env or {}), before, list(sys.path), grace_s
-    )
     begin = time.monotonic()
-    if torch.cuda.is_available():
-        with contextlib.closing(Zygote("spawn")) as zygote:
-            outcome = zygote.run(request)
-    else:
-        outcome = Zygote.shared().run(request)
+    with held_port() as port:
+        request = Request(
+            script, args, num_ranks, port, str(folder), timeout_s, dict(env or {}), before, list(sys.path), grace_s
+        )
+        if torch.cuda.is_available():
+            with contextlib.closing(Zygote("spawn")) as zygote:
+                outcome = zygote.run(request)
+        else:
+            outcome = Zygote.shared().run(request)
     elapsed_s = time.monotonic() - begin
     outputs = [_read(output_path(folder, rank)) for rank in range(num_ranks)]
     if any(outcome.statuses):
@@ -274,12 +275,6 @@ class Zygote:
             self._errors.seek(0)
             raise RuntimeError(f"the process that ranks are started from has died\n{self._errors.read()}")
         return line
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _read(path: Path) -> str:

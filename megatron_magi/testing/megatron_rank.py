@@ -31,7 +31,7 @@ class Request:
         script: path of a Python file (``.py``), or name of a module, to run as ``__main__``.
         args: its command line.
         num_ranks: number of processes.
-        port: free TCP port of the rendezvous.
+        port: TCP port of the rendezvous, see `megatron_magi.testing.ports`.
         workdir: folder of the ranks' output; also their working directory.
         timeout_s: seconds for the whole launch.
         env: further environment variables.

@@ -11,9 +11,12 @@ A second subreaper above it, which does nothing else, does the same if this one 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import gc
 import importlib
+import inspect
 import json
 import os
 import select
@@ -82,8 +85,23 @@ def _import_megatron() -> None:
     for name in OPTIONAL_PRELOAD:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    _keep_sources()
     gc.collect()
     gc.freeze()  # else the first collection of a rank copies every page of what was imported
+
+
+def _keep_sources() -> None:
+    """Has ranks find the sources that Megatron's parser and the seams' check read, instead of cutting them out anew.
+
+    Of each option Megatron looks up the text in its class's source, each time that it makes a parser.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_magi.mcore import seams
+
+    inspect.getsource = functools.cache(inspect.getsource)
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    seams.check(on_cpu=True)
 
 
 def _read_line() -> str:

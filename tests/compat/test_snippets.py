@@ -4,7 +4,6 @@ Tiny sizes, gloo; compared with attention over the whole matrix. What happens be
 """
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -42,6 +41,7 @@ from megatron_magi.api import (
 )
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_mask
+from megatron_magi.testing.ports import held_port
 from tests.compat.test_names import with_new_imports
 from tests.dense_attention import dense_attention
 
@@ -77,24 +77,16 @@ def attended(key, qkv):
     return undispatch(local_out, key)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def as_torchrun_starts(rank, num_ranks):
+def as_torchrun_starts(rank, num_ranks, port):
     """The environment of a process that joins no group yet."""
-    port = [free_port()]
-    dist.broadcast_object_list(port)
     dist.destroy_process_group()
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port[0]}
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
 
 
-def run_quick_start(rank, num_ranks):
+def run_quick_start(rank, num_ranks, port):
     """Set up as torchrun would, block-causal mask, sink, roll, loss, gradients, tear down."""
-    as_torchrun_starts(rank, num_ranks)
+    as_torchrun_starts(rank, num_ranks, port)
     found = api.setup_dist_env("gloo", base_seed=7, seed_bias=lambda rank: 100 * rank)
     env_rank, local_rank, world_size, num_nodes, num_local_ranks, world_group, device, seed = found
     assert (env_rank, local_rank, world_size, num_nodes, num_local_ranks) == (rank, rank, num_ranks, 1, num_ranks)
@@ -146,7 +138,9 @@ def test_the_quick_start_from_set_up_to_tear_down(ranks):
     out, _ = dense_attention(q, k, v, dense_mask(builders.block_causal(96, 24)), sink=sink)
     out.sum().backward()
     expected = [out, torch.roll(x, 1, 0), *(p.weight.grad for p in projections), sink.grad]
-    for result in ranks(2, run_quick_start):
+    with held_port() as port:
+        results = ranks(2, run_quick_start, port)
+    for result in results:
         for got, want in zip(result, expected, strict=True):
             torch.testing.assert_close(got, want)
 
@@ -361,8 +355,8 @@ def test_a_window_of_a_part_of_the_sequence():
     torch.testing.assert_close(attended(key, qkv), dense_attention(*qkv, visible)[0])
 
 
-def run_user_script(rank, num_ranks, text):
-    as_torchrun_starts(rank, num_ranks)
+def run_user_script(rank, num_ranks, port, text):
+    as_torchrun_starts(rank, num_ranks, port)
     names = {"__name__": "user_script"}
     exec(compile(text, "user_script", "exec"), names)
     assert not dist.is_initialized()
@@ -374,7 +368,9 @@ def test_a_script_runs_with_its_imports_changed_alone(ranks):
     text = with_new_imports((Path(__file__).parent / "user_script.txt").read_text())
     for line in text.splitlines():
         assert not line.startswith(("import magi_", "from magi_")), line
-    for total_out, dsink, out, _, sink, *qkv in ranks(2, run_user_script, text):
+    with held_port() as port:
+        results = ranks(2, run_user_script, port, text)
+    for total_out, dsink, out, _, sink, *qkv in results:
         sink = sink.double().requires_grad_()
         visible = dense_mask(AttnMask.from_ranges([[0, 32], [32, 96]], [[0, 32], [0, 96]], [0, 1], 96))
         want, _ = dense_attention(*(t.double() for t in qkv), visible, sink=sink)

@@ -1,0 +1,25 @@
+"""Ports that are told to processes which have not started yet."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from megatron_magi.testing.ports import held_port
+
+
+def test_a_held_port_takes_a_store_and_no_other_process_gets_it() -> None:
+    with held_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        server = dist.TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False)
+        client = dist.TCPStore("127.0.0.1", port, 1, is_master=False)
+        client.set("greeting", "here")
+        assert server.get("greeting") == b"here"
+
+
+def test_ports_held_together_differ() -> None:
+    with held_port() as one, held_port() as other:
+        assert one != other
