@@ -43,8 +43,7 @@ from megatron_magi.variables import NATIVE_COLLECTIVES
 _DEFAULTS = MagiConfig()
 _PLAIN = (float, int, bool, str)
 _MOST_CALLS = 64
-"""Most calls that are cached with a plan; trainers have a few."""
-"""Most passes of stages that a template caches: a few for each stage, which differ in strides and streams."""
+"""Most calls that are cached with a plan, and most templates; trainers have a few."""
 
 
 @outside_graphs
@@ -180,11 +179,12 @@ def _key(q, k, v, sink, group, config: MagiConfig, *options: object) -> tuple | 
 
 
 def _keep(known: dict[tuple, Any], key: tuple | None, value: Any) -> None:
-    """Keeps a value for calls with the same key."""
+    """Keeps a value for calls with the same key, as the last one in the order of the dictionary; the first ones go."""
     if key is None:
         return
-    if len(known) >= _MOST_CALLS:
-        known.clear()
+    known.pop(key, None)
+    while len(known) >= _MOST_CALLS:
+        known.pop(next(iter(known)), None)
     known[key] = value
 
 
@@ -196,7 +196,7 @@ def _template(key: tuple | None, plan: RankPlan, *of_call: Any) -> CallTemplate:
     template = None if key is None else shared.get(key)
     if template is None:
         template = _make_template(*of_call)
-        _keep(shared, key, template)
+    _keep(shared, key, template)  # so that those used longest ago go first
     return template
 
 

@@ -103,9 +103,14 @@ def _places_of(arrays: Sequence[np.ndarray], start: int) -> tuple[tuple[_Place, 
     """Places from byte ``start`` on, and where they end."""
     places, end = [], start
     for array in arrays:
-        places.append(_Place(end, torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype, array.shape))
+        places.append(_Place(end, _torch_dtype(array.dtype), array.shape))
         end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     return tuple(places), end
+
+
+@cache
+def _torch_dtype(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype
 
 
 def _fill(buffer: np.ndarray, arrays: Sequence[np.ndarray], places: Sequence[_Place]) -> None:

@@ -404,7 +404,8 @@ def test_a_call_is_prepared_once_for_tensors_that_lie_alike(monkeypatch) -> None
     for _ in range(2):  # no number that could be told from others without reading it
         assert run(x, x, x, softmax_scale=torch.tensor(0.5)) == 1
     monkeypatch.setattr(module, "_MOST_CALLS", 3)
-    assert run(x, x, x, softcap=3.0) == 1 and len(plan.runtime.calls) == 1
+    last = list(plan.runtime.calls)[-2:]
+    assert run(x, x, x, softcap=3.0) == 1 and list(plan.runtime.calls)[:-1] == last, "the first ones went"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert [run(x, x, x, softcap=3.0) for _ in range(2)] == [1, 0]
 
@@ -535,3 +536,23 @@ def test_bad_options_are_refused_before_anything_is_sent(options, name) -> None:
     x = torch.zeros(8, 2, 8)
     with pytest.raises(ValueError, match=rf"^{name}:"):
         distributed_attention(x, x, x, plan, None, **options)
+
+
+def test_templates_that_were_used_longest_ago_go_first(monkeypatch) -> None:
+    import megatron_magi.attention.distributed as module
+
+    monkeypatch.setattr(module, "_MOST_CALLS", 2)
+    shared, config, x = {}, MagiConfig(), torch.randn(8, 2, 8)
+
+    def run(softcap: float) -> None:
+        plan = make_plan(cs.documents([8])).for_rank(0)
+        plan.runtime.templates = shared
+        distributed_attention(x, x, x, plan, None, config=config, softcap=softcap)
+
+    for softcap in (1.0, 2.0):
+        run(softcap)
+    first, second = shared.values()
+    run(1.0)
+    assert list(shared.values()) == [second, first]
+    run(3.0)
+    assert next(iter(shared.values())) is first and len(shared) == 2

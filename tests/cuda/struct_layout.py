@@ -23,5 +23,9 @@ def layout_checks(kind: type[ctypes.Structure]) -> str:
         f'static_assert(__INTADDR__(&static_cast<{name}*>(0)->{member}) == {offset}, "{member}");'
         for member, offset in _members(kind)
     ]
-    checks.append(f'static_assert(sizeof({name}) <= {ctypes.sizeof(kind)}, "size");')
+    # A member that only the source has would lie behind the last one described, before the spare bytes.
+    end = kind.pad.offset if hasattr(kind, "pad") else ctypes.sizeof(kind)
+    of_source = f"({end} + alignof({name}) - 1) / alignof({name}) * alignof({name})"
+    checks.append(f'static_assert(sizeof({name}) == {of_source}, "size");')
+    checks.append(f'static_assert(sizeof({name}) <= {ctypes.sizeof(kind)}, "room");')
     return "\n".join(checks)

@@ -25,6 +25,7 @@ from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
 from megatron_magi.backends.sm90.support import COUNTER_BYTES
 from megatron_magi.mask import bands as bd
+from megatron_magi.runtime.upload import when_there
 
 _NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner", "num_arriving")
 """Fields of MaskNumbers (`mask_numbers.cuh`), in its order."""
@@ -261,8 +262,13 @@ class StaticMask:
         return tables
 
     def _copy(self, tables: Sequence[Table]) -> None:
-        copy_tables(tables)
-        self.memory.send()
+        """Queues the copies once the sources are there, which may be uploads that wait for others (`together`)."""
+
+        def queue() -> None:
+            copy_tables(tables)
+            self.memory.send()
+
+        when_there(queue)
 
 
 def _parts(plan: DevicePlan) -> tuple[Tensor, Tensor, Tensor]:

@@ -337,6 +337,8 @@ def schedule_of(
 ) -> DeviceSchedule:
     """Items of the backward in one kernel, from the cache or made; see `HostPlan.schedule`."""
     key = schedule_key(plan.host, heads_kv, group, num_sms, max_split, narrow)
-    if key not in plan.schedules:
-        plan.schedules[key] = plan.make_schedule(key)
-    return plan.schedules[key]
+    made = plan.schedules.get(key)
+    if made is None:
+        made = new = plan.make_schedule(key)
+        when_there(lambda: plan.schedules.setdefault(key, new))  # other threads may have the plan
+    return made
