@@ -88,6 +88,7 @@ lint: setup docs
 	$(if $(CXX_SOURCES),.venv/bin/clang-format --dry-run --Werror $(CXX_SOURCES))
 	$(if $(SHELL_SOURCES),.venv/bin/shellcheck --external-sources $(SHELL_SOURCES))
 	.venv/bin/hadolint Dockerfile
+	.venv/bin/zizmor --quiet --offline .github/workflows
 
 # Strict: a link, an anchor or a picture that is not there is an error. Needs no network.
 docs: setup

@@ -11,7 +11,7 @@ MODULES: dict[str, frozenset[str]] = {
         "magi_attention": (
             "comm config dist_attn_runtime_dict_size env flexible_flash_attention_utils_cuda functional "
             "init_dist_attn_runtime_key init_dist_attn_runtime_mgr is_cuda_device_max_connections_one "
-            "is_flatten_head_groups_enable is_sanity_check_enable magi_attn_comm magi_attn_ext"
+            "is_flatten_head_groups_enable is_sanity_check_enable logger magi_attn_comm magi_attn_ext"
         ),
         "magi_attention.api": (
             "AttnForwardMeta AttnMaskType AttnOverlapMode AttnRanges BSDispatchAlg DPDispatchAlg DispatchAlg "
@@ -31,10 +31,10 @@ MODULES: dict[str, frozenset[str]] = {
             "unpad_at_dim"
         ),
         "magi_attention.api.magi_attn_interface": (
-            "DistAttnRuntimeDictManager calc_attn clear_cache dispatch get_most_recent_key get_position_ids "
-            "magi_attn_flex_dispatch magi_attn_flex_key magi_attn_varlen_dispatch magi_attn_varlen_key "
-            "make_flex_key_for_new_mask_after_dispatch make_varlen_key_for_new_mask_after_dispatch roll "
-            "roll_simple undispatch"
+            "DistAttnRuntimeDictManager calc_attn clear_cache dispatch dist_attn_runtime_dict_mgr get_most_recent_key "
+            "get_position_ids magi_attn_flex_dispatch magi_attn_flex_key magi_attn_varlen_dispatch "
+            "magi_attn_varlen_key make_flex_key_for_new_mask_after_dispatch "
+            "make_varlen_key_for_new_mask_after_dispatch roll roll_simple undispatch"
         ),
         "magi_attention.benchmarking": (
             "Benchmark Mark do_bench do_bench_flops do_bench_mem make_img_grid perf_report report_all_from_perf"
@@ -62,7 +62,8 @@ MODULES: dict[str, frozenset[str]] = {
         "magi_attention.comm.primitive.device_a2av": "OnDeviceA2AVMgr on_device_a2av",
         "magi_attention.comm.primitive.device_a2av.interface": "OnDeviceA2AVMgr on_device_a2av",
         "magi_attention.comm.primitive.device_a2av.triton_barrier": (
-            "blockwise_barrier put_signal sync_threads wait_signal"
+            "acquire_wait_signal_asm blockwise_barrier put_signal put_signal_asm_template relaxed_put_signal_asm "
+            "relaxed_wait_signal_asm release_put_signal_asm sync_threads wait_signal wait_signal_asm_template"
         ),
         "magi_attention.comm.primitive.device_a2av.triton_impl": "on_device_a2av_kernel on_device_a2av_triton_impl",
         "magi_attention.comm.primitive.device_a2av.triton_utils": (
@@ -90,10 +91,14 @@ MODULES: dict[str, frozenset[str]] = {
         ),
         "magi_attention.common.forward_meta": "AttnForwardMeta",
         "magi_attention.common.jit": "core cpp_ext env utils",
-        "magi_attention.common.jit.core": "JitSpec clear_cache_dir gen_jit_spec get_tmpdir",
+        "magi_attention.common.jit.core": "JitSpec clear_cache_dir force_jit gen_jit_spec get_tmpdir logger",
         "magi_attention.common.jit.cpp_ext": "generate_ninja_build_for_op join_multiline run_ninja",
-        "magi_attention.common.jit.env": "",
-        "magi_attention.common.jit.utils": "write_if_different",
+        "magi_attention.common.jit.env": (
+            "CUTLASS_INCLUDE_DIRS FLEXIBLE_FLASH_ATTENTION_CSRC_DIR MAGI_ATTENTION_AOT_DIR MAGI_ATTENTION_BASE_DIR "
+            "MAGI_ATTENTION_CACHE_DIR MAGI_ATTENTION_CSRC_DIR MAGI_ATTENTION_GEN_SRC_DIR MAGI_ATTENTION_INCLUDE_DIR "
+            "MAGI_ATTENTION_JIT_DIR MAGI_ATTENTION_WORKSPACE_DIR"
+        ),
+        "magi_attention.common.jit.utils": "dtype_map filename_safe_dtype_map write_if_different",
         "magi_attention.common.mask": "AttnMask",
         "magi_attention.common.protocols": (
             "AttnMaskTypeProtocol AttnRangeProtocol AttnRangesProtocol AttnRectangleProtocol AttnRectanglesProtocol"
@@ -102,7 +107,7 @@ MODULES: dict[str, frozenset[str]] = {
         "magi_attention.common.range_op": "range_fill_ range_gather range_reduce",
         "magi_attention.common.range_op.utils": "",
         "magi_attention.common.ranges": "AttnRanges check_valid_cu_seqlens is_valid_cu_seqlens",
-        "magi_attention.common.rectangle": "AttnRectangle",
+        "magi_attention.common.rectangle": "AttnRectangle INT_MAX INT_MIN",
         "magi_attention.common.rectangles": "AttnRectangles",
         "magi_attention.config": (
             "BSDispatchAlg DPDispatchAlg DispatchAlg DispatchConfig DistAttnConfig GreedyOverlapAlg "
@@ -110,8 +115,8 @@ MODULES: dict[str, frozenset[str]] = {
             "SortedSequentialSelectAlg UniformOverlapAlg"
         ),
         "magi_attention.dist_attn_runtime_mgr": (
-            "DistAttnRuntimeDict DistAttnRuntimeKey DistAttnRuntimeMgr check_flag_comb "
-            "init_dist_attn_runtime_key init_dist_attn_runtime_mgr init_grpcoll_buffer_mgr"
+            "DistAttnRuntimeDict DistAttnRuntimeKey DistAttnRuntimeMgr check_flag_comb init_dist_attn_runtime_key "
+            "init_dist_attn_runtime_mgr init_grpcoll_buffer_mgr logger"
         ),
         "magi_attention.env": "build comm general",
         "magi_attention.env.build": (
@@ -134,15 +139,25 @@ MODULES: dict[str, frozenset[str]] = {
             "ffa_fa4_func flex_flash_attn_func roll_func roll_simple_func undispatch_func"
         ),
         "magi_attention.functional.dispatch": "dispatch_func undispatch_func",
-        "magi_attention.functional.dist_attn": "DistAttnFunc DistAttnRuntime dist_attn_func",
-        "magi_attention.functional.fa4": "FA4AttnFunc fa4_bwd fa4_fwd ffa_fa4_func",
-        "magi_attention.functional.fa4_utils": "load_precompiled_ffa_fa4 precompile_ffa_fa4",
+        "magi_attention.functional.dist_attn": (
+            "DistAttnFunc DistAttnRuntime dist_attn_func is_magi_attn_ext_installed logger"
+        ),
+        "magi_attention.functional.fa4": "FA4AttnFunc fa4_bwd fa4_fwd ffa_fa4_func is_fa4_installed",
+        "magi_attention.functional.fa4_utils": (
+            "COMPILED_META_DICT FFA_FA4_CACHE_DIR KERNEL_SYMBOL_NAME current_dir is_fa4_installed "
+            "load_precompiled_ffa_fa4 parent_dir precompile_ffa_fa4"
+        ),
         "magi_attention.functional.flex_flash_attn": (
-            "FlexFlashAttnFunc flex_flash_attn_func maybe_contiguous maybe_profile_ffa_ctx merge_ranges"
+            "FlexFlashAttnFunc flex_flash_attn_func is_torch_compile_supported maybe_contiguous maybe_profile_ffa_ctx "
+            "merge_ranges profile_mode"
         ),
         "magi_attention.functional.roll": "roll_p2p roll_simple_p2p",
-        "magi_attention.functional.sdpa": "sdpa_bwd sdpa_fwd",
-        "magi_attention.functional.sdpa_online": "sdpa_online_bwd sdpa_online_fwd",
+        "magi_attention.functional.sdpa": (
+            "sdpa_bwd sdpa_bwd_calc sdpa_bwd_dqdkdv_rearrange sdpa_bwd_postprocess sdpa_bwd_preprocess "
+            "sdpa_bwd_qkvodo_lse_rearrange sdpa_bwd_recalc_fwd sdpa_fwd sdpa_fwd_calc sdpa_fwd_out_lse_rearrange "
+            "sdpa_fwd_preprocess sdpa_fwd_qkv_rearrange"
+        ),
+        "magi_attention.functional.sdpa_online": "sdpa_online_bwd sdpa_online_fwd sdpa_online_fwd_calc",
         "magi_attention.functional.utils": (
             "calc_lse_rescale_weight calc_lse_sink calc_lse_sink_compiled correct_attn_lse "
             "correct_attn_lse_compiled correct_attn_lse_with_sink correct_attn_out correct_attn_out_compiled "
@@ -161,13 +176,15 @@ MODULES: dict[str, frozenset[str]] = {
         ),
         "magi_attention.meta.algorithms.base": "DynamicAttnAlgorithm",
         "magi_attention.meta.algorithms.binary_greedy": "BinaryGreedyDynamicAttnAlgorithm",
-        "magi_attention.meta.algorithms.binary_greedy_parallel": "BinaryGreedyParallelDynamicAttnAlgorithm",
+        "magi_attention.meta.algorithms.binary_greedy_parallel": "BinaryGreedyParallelDynamicAttnAlgorithm USE_CPP_EXT",
         "magi_attention.meta.algorithms.fast_snf": "FastSNFDynamicAttnAlgorithm",
         "magi_attention.meta.algorithms.grg": "GRGDynamicAttnAlgorithm",
         "magi_attention.meta.algorithms.ncq": "NCQDynamicAttnAlgorithm",
         "magi_attention.meta.algorithms.snf": "SNFDynamicAttnAlgorithm",
         "magi_attention.meta.collection": "CalcMeta CommMeta DispatchMeta",
-        "magi_attention.meta.collection.calc_meta": "AttnArg CalcMeta FA4AttnArg",
+        "magi_attention.meta.collection.calc_meta": (
+            "AttnArg CalcMeta FA4AttnArg is_fa4_installed is_magi_to_hstu_installed"
+        ),
         "magi_attention.meta.collection.comm_meta": (
             "A2AVBasedGroupCollectiveArg CommMeta GroupCollectiveArg NativeGroupCollectiveArg"
         ),
@@ -179,7 +196,9 @@ MODULES: dict[str, frozenset[str]] = {
         "magi_attention.meta.container.chunk": "AttnChunk",
         "magi_attention.meta.container.rank_entry": "HostRankEntry RemoteRankEntry",
         "magi_attention.meta.container.slice": "AttnSlice MultiKAttnSlice",
-        "magi_attention.meta.container.transfer_table": "TableEntry TransferInfo TransferTable",
+        "magi_attention.meta.container.transfer_table": (
+            "AttnRangeWithRank GroupCastRanges TableEntry TransferInfo TransferTable"
+        ),
         "magi_attention.meta.solver": (
             "BTPDispatchAlg BatchToppHeapDispatchAlg DispatchSolver OverlapSolver RandomSelectDispatchAlg "
             "dispatch_solver dist_attn_solver overlap_solver"
@@ -190,8 +209,8 @@ MODULES: dict[str, frozenset[str]] = {
             "LBDispatchAlg MinHeapDispatchAlg RandomSelectDispatchAlg SampleIDAffinity SequentialDispatchAlg "
             "SortedSequentialSelectAlg ToppHeapDispatchAlg"
         ),
-        "magi_attention.meta.solver.dist_attn_solver": "BaseDistAttnSolver DistAttnSolver",
-        "magi_attention.meta.solver.dynamic_attn_solver": "DynamicAttnSolver",
+        "magi_attention.meta.solver.dist_attn_solver": "BaseDistAttnSolver DistAttnSolver USE_CPP_EXT logger",
+        "magi_attention.meta.solver.dynamic_attn_solver": "DynamicAttnSolver USE_CPP_EXT",
         "magi_attention.meta.solver.dynamic_solver_vis": "visualize_buckets",
         "magi_attention.meta.solver.overlap_solver": (
             "GreedyOverlapAlg OverlapAlg OverlapConfig OverlapSolution OverlapSolver OverlapStageCost UniformOverlapAlg"
@@ -199,16 +218,24 @@ MODULES: dict[str, frozenset[str]] = {
         "magi_attention.meta.solver.slice_maker": "HostAttnSliceMaker RemoteAttnSliceMaker",
         "magi_attention.testing": "GroundTruthDispatcher assert_close dist_common parameterize ref_attn_func utils",
         "magi_attention.testing.dist_common": (
-            "DistTestBase should_run_attn_config should_run_test_case should_run_world_size "
-            "skip_if_world_size_filtered with_comms with_run_in_mp"
+            "DEVICE_TYPE DistTestBase INTERFACE NAME NUM_DEVICES PG_DEFAULT_BACKEND PROFILE_ONLY RUN_IN_MP "
+            "SKIP_WORLD_SIZE TEST_ATTN_CONFIG TEST_WORLD_SIZE TestFunc should_run_attn_config should_run_test_case "
+            "should_run_world_size skip_if_world_size_filtered with_comms with_run_in_mp"
         ),
         "magi_attention.testing.flag_generator": "FlagCombGenerator",
         "magi_attention.testing.gt_dispatcher": "GroundTruthDispatcher",
         "magi_attention.testing.precision": (
-            "assert_close calc_inf_norm extract_mismatch_info extract_mismatch_threshold"
+            "EPSILON H100_MATMUL_MFU H100_NVLINK_A2A_BWU H100_NVLINK_BANDWIDTH H100_TFLOPS_16 H800_NVLINK_A2A_BWU "
+            "H800_NVLINK_BANDWIDTH H800_TFLOPS_16 IB_BANDWIDTH assert_close calc_inf_norm extract_mismatch_info "
+            "extract_mismatch_threshold"
         ),
         "magi_attention.testing.ref_attn": "RefAttnTorchImplMainProcessOnline ref_attn_func",
-        "magi_attention.testing.utils": "switch_envvar_context switch_envvar_decorator switch_envvars",
+        "magi_attention.testing.utils": (
+            "switch_deterministic_mode_context switch_deterministic_mode_decorator switch_envvar_context "
+            "switch_envvar_decorator switch_envvars switch_ffa_verbose_jit_build_context "
+            "switch_ffa_verbose_jit_build_decorator switch_kernel_backend_context switch_kernel_backend_decorator "
+            "switch_sdpa_backend_context switch_sdpa_backend_decorator"
+        ),
         "magi_attention.utils": (
             "argmax argmin argsort ceil_div clearup_dist_env cu_seqlens2seqlens debugpy_listen "
             "find_factors_in_range flatten_nested_list format_dict_field format_list_field fp_dtype_bits "
@@ -241,7 +268,7 @@ MODULES: dict[str, frozenset[str]] = {
         ),
         "magi_attn_extensions.dsa_interface": (
             "dsa_attn_func fa_per_token_sparse_ffa_index_attn_fwd fa_per_token_sparse_ffa_sparse_load_fwd "
-            "fa_per_token_sparse_flex_fwd fa_per_token_sparse_sdpa_fwd"
+            "fa_per_token_sparse_flex_fwd fa_per_token_sparse_sdpa_fwd flex_attn_func"
         ),
         "magi_attn_extensions.fa2_interface_with_sink": (
             "FA2FuncWithSink FA2KVPackedFuncWithSink FA2QKVPackedFuncWithSink FA2VarlenFuncWithSink "
@@ -254,7 +281,7 @@ MODULES: dict[str, frozenset[str]] = {
             "fa3_qkvpacked_func_with_sink fa3_varlen_func_with_sink"
         ),
         "magi_attn_extensions.fa4_interface_with_sink": (
-            "FA4FuncWithSink FA4VarlenFuncWithSink fa4_func_with_sink fa4_varlen_func_with_sink"
+            "FA4FuncWithSink FA4VarlenFuncWithSink fa4_func_with_sink fa4_varlen_func_with_sink is_fa4_installed"
         ),
     }.items()
 }
