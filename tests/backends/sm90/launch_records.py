@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_magi.backends.sm90 import kernels, plan, support
 from megatron_magi.cuda import driver
+from megatron_magi.runtime import upload
 from megatron_magi.runtime.lru import LruCache
 from tests.backends.sm90.fake_driver import fake_driver, kinds_of_params
 
@@ -104,6 +105,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Record], Me
         kinds = kinds_of_params(patch)
         patch.setattr(driver.Kernel, "launch", note)
         patch.setattr(plan, "_plans", LruCache(1 << 30))
+        patch.setattr(upload, "_rooms", {})  # blocks are as large as what was uploaded before
         support.work_counter.cache_clear()
         patch.setattr(driver, "tensor_map", _tensor_map)
         patch.setattr(driver, "move_tensor_map", _move_tensor_map)
