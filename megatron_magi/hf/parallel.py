@@ -26,6 +26,7 @@ from megatron_magi.hf.numbering import check_ropes
 from megatron_magi.hf.outputs import gathered, whole
 from megatron_magi.hf.planning_collator import PlanAhead
 from megatron_magi.hf.router_losses import wrap_balance
+from megatron_magi.hf.schedulers import prepare_schedulers
 from megatron_magi.hf.shard import Shard, asks_routers, sharded
 from megatron_magi.runtime.no_compile import outside_graphs
 
@@ -193,6 +194,7 @@ class MagiParallelismConfig(ParallelismConfig):
         # The Trainer calls the second one where it evaluates alone.
         accelerator.prepare, accelerator.prepare_model = map(sharded, (accelerator.prepare, accelerator.prepare_model))
         prepare_by_batch(accelerator, self, ahead)
+        prepare_schedulers(accelerator, self.dp_replicate_size * self.dp_shard_size)
         accelerator.gather_for_metrics = _OncePerBatch(accelerator, self).gather_for_metrics
 
 

@@ -49,6 +49,7 @@ def on_ranks(_rank, num_ranks, folder):
     from megatron_magi.mcore import install
 
     install()
+    torch.compiler.set_stance("force_eager")  # verl compiles its entropy, which may take minutes on a busy machine
     sys.path.append(str(FOLDER))
     engine = engine_of(folder, num_ranks)
     from verl.workers.config import FSDPActorConfig

@@ -154,6 +154,25 @@ def beside_fsdp2():
     return step_of(accelerator, "gpt_oss")
 
 
+def learning_rates(_rank, num_ranks, cp_size):
+    """After each batch of a loop of accelerate with two batches in each training step."""
+    fresh_state()
+    parallel = MagiParallelismConfig(cp_size=cp_size, dp_shard_size=num_ranks // cp_size)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=parallel)
+    optimizer = torch.optim.SGD(make_model("llama").parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    one_cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=2)
+    optimizer, scheduler, one_cycle = accelerator.prepare(optimizer, scheduler, one_cycle)
+    model, found = torch.nn.Linear(1, 1), []
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            optimizer.step()
+            scheduler.step()
+            one_cycle.step()
+            found.append(scheduler.get_last_lr()[0])
+    return found
+
+
 def gathered():
     """What metrics are made from, of a batch that both ranks read."""
     fresh_state()
@@ -225,6 +244,14 @@ def test_a_loop_of_accelerate_on_two_ranks_trains_as_on_one(results, wrapper):
     for loss, gradient in (result[wrapper] for result in results[0]):
         assert loss < 1e-5
         assert gradient < 1e-5
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("num_ranks, cp_size", [(2, 2), (2, 1), (4, 2)])
+def test_learning_rates_go_on_by_batches_and_not_by_ranks(num_ranks, cp_size):
+    steps = num_ranks // cp_size  # of accelerate for a training step: one for each batch
+    expected = [1 / (1 + steps * (batches // 2)) for batches in range(1, 7)]
+    assert run_ranks(learning_rates, num_ranks, cp_size, timeout_s=60.0) == [pytest.approx(expected)] * num_ranks
 
 
 def test_metrics_count_a_batch_that_two_ranks_read_once(results):
