@@ -55,7 +55,7 @@ slurm-demo: setup
 # either waits for one core.
 test: setup
 	$(PYTHON) -m pytest $(or $(PYTEST_ARGS),-n auto --dist worksteal)
-	$(if $(PYTEST_ARGS),,$(MAKE) --no-print-directory -j$(words $(MEGATRON_VERSIONS)) --output-sync \
+	$(if $(PYTEST_ARGS),,$(MAKE) --no-print-directory -j$(words $(MEGATRON_VERSIONS)) --output-sync=line \
 		$(MEGATRON_VERSIONS:%=test-megatron-%))
 
 test-megatron-%: setup

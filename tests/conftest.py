@@ -29,6 +29,7 @@ if num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # this i
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One on GPUs, which tests of several ranks and of memory take for themselves."""
     return 1 if torch.cuda.is_available() else min(MOST_WORKERS, len(os.sched_getaffinity(0)))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ VARIABLE = "MAGI_TEST_IMPL"
 """A variable of the environment, so that processes that tests start know it too."""
 
 NAME = os.environ.get(VARIABLE) or None
+_HERE = Path(__file__).parent
+_RANK = re.compile(r"^rank \d+ of \d+: ", re.MULTILINE)
 DTYPE = torch.float32 if NAME else torch.float64
 DEVICE = "cuda" if NAME and torch.cuda.is_available() else "cpu"
 
@@ -49,7 +53,7 @@ for_hopper = pytest.mark.skipif(NAME not in (None, "ffa"), reason=f"about the ke
 
 def why_not(item: pytest.Item) -> str | None:
     """Why no backend computes a test: with GPUs there, ranks that have none are over CPUs."""
-    if DEVICE == "cpu" or not {"ops", "attention"} & set(item.path.parts):
+    if DEVICE == "cpu" or not {"ops", "attention"} & set(item.path.relative_to(_HERE).parts):
         return None
     is_over_cpus = "ranks" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("gpu")
     return f"over CPUs, where {NAME} does not compute" if is_over_cpus else None
@@ -104,6 +108,7 @@ def multiplies_hidden_pairs() -> bool:
 
 
 def refusal(error: Exception) -> str | None:
-    """What the backend says that it does not take, also on some rank; None of any other error."""
-    lines = str(error).splitlines() if NAME else []
-    return next((line for line in lines if f"impl {NAME!r} " in line and " use '" in line), None)
+    """What the backend says that it does not take, on all ranks that fail; None of any other error."""
+    texts = _RANK.split(str(error))[1:] or [str(error)] if NAME else []
+    said = [[line for line in text.splitlines() if f"impl {NAME!r} " in line and " use '" in line] for text in texts]
+    return said[0][0] if said and all(said) else None

@@ -41,13 +41,22 @@ class MagiModelMixin:
         self._take_positions()
 
     def _take_positions(self) -> None:
-        """Angles are asked for all positions; of these a shard's are selected."""
+        """Angles are asked for all positions; of these a shard's are selected.
+
+        Raises:
+            ValueError: a layer has attention of another class, or multi-latent attention with fused RoPE.
+        """
         check_attention(self)
         rotary = getattr(self, "rotary_pos_emb", None)
         if rotary is not None:
             unslice(rotary)
         for module in self.modules():
             if isinstance(module, (MultiLatentAttention, AbsorbedMLASelfAttention)):
+                if module.config.apply_rope_fusion:
+                    raise ValueError(
+                        "apply_rope_fusion: with multi-latent attention the fused kernel rotates rows by their places, "
+                        "which are not positions where tokens are dispatched; leave it off"
+                    )
                 LatentRotary(module)
 
     @contextmanager

@@ -65,6 +65,7 @@ _BLENDED = "core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatase
 _HYBRID = "core.models.hybrid"
 _EMBEDDINGS = "core.models.common.embeddings"
 _LATENT = "core.transformer.multi_latent_attention"
+_MTP = "core.transformer.multi_token_prediction"
 _SPARSE = "core.transformer.experimental_attention_variant"
 _CORE_ARGUMENTS = ("config", "layer_number", "attn_mask_type", "attention_type", "softmax_scale", "cp_comm_type",
                    "pg_collection")  # fmt: skip
@@ -126,10 +127,15 @@ SEAMS = (
          "cp_group"), "rotary", "the fused kernel takes one row of angles a place"),
     Seam(f"{_LATENT}:MultiLatentAttention.forward", "relied on", ("hidden_states",
          "packed_seq_params"), "rotary", "a hook takes the carrier from its arguments"),
-    Seam("core.transformer.multi_token_prediction:roll_tensor", "replaced", ("tensor", "shifts", "dims", "cp_group",
+    Seam(f"{_MTP}:roll_tensor", "replaced", ("tensor", "shifts", "dims", "cp_group",
          "packed_seq_params"), "mtp", "successors in dispatched order"),
     Seam("core.models.gpt.gpt_model:process_mtp_loss", "wrapped", ("loss_mask", "config", "cp_group",
          "packed_seq_params"), "mtp", "losses are means over the tokens of all ranks"),
+    Seam(f"{_MTP}:MTPLossLoggingHelper.save_metrics_to_tracker", "relied on", ("layer_number", "num_layers"),
+         "logged_losses", "sums of losses under this name", fragment='tracker["loss_values"][layer_number] +=',
+         since="0.19"),
+    Seam(f"{_MTP}:MTPLossLoggingHelper.save_loss_to_tracker", "relied on", ("layer_number", "num_layers"),
+         "logged_losses", "likewise", fragment='tracker["values"][layer_number] +=', until="0.19"),
     Seam("core.transformer.moe.router:get_tokens_per_expert_and_token_count", "repaired", ("routing_map",
          "reduce_group", "topk", "with_padding_mask"), "experts", "counts padded tokens"),
     Seam("core.transformer.moe.router:TopKRouter._apply_expert_bias", "repaired", ("self", "routing_map",
@@ -150,7 +156,7 @@ SEAMS = (
          "packed_seq_params", "padding_mask"), "hybrid", "the carrier enters here"),
     Seam(f"{_HYBRID}.hybrid_model:process_mtp_loss", "wrapped", ("loss_mask", "config", "cp_group",
          "packed_seq_params"), "hybrid", "another name of GPT's"),
-    Seam("core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward", "relied on", ("padding_mask",),
+    Seam(f"{_MTP}:MultiTokenPredictionBlock.forward", "relied on", ("padding_mask",),
          "hybrid", "a hook adds the mask of padding"),
     Seam(f"{_HYBRID}.hybrid_block:TENorm", "replaced", ("config", "hidden_size", "eps"), "hybrid",
          "the last norm of a stack, without Transformer Engine"),
@@ -214,7 +220,7 @@ SEAMS = (
     Seam(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache", "repaired", ("self",
          "seq_len", "offset", "dtype", "packed_seq", "cp_group"), "wheel_repairs", "likewise",
          fragment="self.forward(seq_len, offset, packed_seq=packed_seq, cp_group=cp_group)", since="0.20"),
-    Seam("core.transformer.multi_token_prediction:is_inference_column_parallel_linear", "repaired", ("module",),
+    Seam(f"{_MTP}:is_inference_column_parallel_linear", "repaired", ("module",),
          "wheel_repairs", "without Transformer Engine its classes are no classes", needs="no te", since="0.20"),
     Seam(f"{_LATENT}:MLASelfAttention._qkv_down_projection", "repaired", ("self", "hidden_states"), "wheel_repairs",
          "gradients of the rotary key from all heads",

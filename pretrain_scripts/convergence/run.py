@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shared = ["--config", str(HERE / f"{options.setting}.yaml"), *layers(), *data_args(options.data_path, out)]
     shared += options.megatron
     attentions: dict[str, list[str]] = {curves.STOCK: []}
-    sequences = yaml.safe_load((HERE / f"{options.setting}.yaml").read_text())["micro-batch-size"]
+    sequences = sequences_of(options.setting, options.megatron)
     for size in cp_sizes:
         attentions[f"magi_cp{size}"] = ["--attention-backend", "magi", "--context-parallel-size", str(size)]
         attentions[f"magi_cp{size}"] += ["--micro-batch-size", str(sequences * size)]
@@ -78,6 +78,14 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("argument --seeds: at least two different ones make a band")
     options.megatron = list(argv[end + 1 :])
     return options
+
+
+def sequences_of(setting: str, further: Sequence[str]) -> int:
+    """Sequences of a microbatch of stock: what comes last in the arguments, or else the file's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--micro-batch-size", type=int)
+    given = parser.parse_known_args(further)[0].micro_batch_size
+    return given or yaml.safe_load((HERE / f"{setting}.yaml").read_text())["micro-batch-size"]
 
 
 def what_is_stock() -> str:

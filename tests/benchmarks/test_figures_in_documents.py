@@ -276,6 +276,7 @@ def test_losses_of_convergence_runs_are_those_of_the_results():
     text = " ".join((ROOT / "docs/performance.md").read_text().split())
     low, high = ([f"{of(found[name]):.3f}" for name in ("magi_cp2", "stock")] for of in (min, max))
     assert f"validation {low[0]} to {high[0]}, with TE's attention {low[1]} to {high[1]}" in text
+    assert f"validation text are {low[0]} to {high[0]} with three seeds, stock's {low[1]} to {high[1]}." in text
     curves = Comparison(
         window=100,
         curves={name: np.array([float(r[name]) for r in rows("convergence_2gpu.csv")]) for name in sorted(loss)},

@@ -227,7 +227,7 @@ def compare_while_one_is_late(rank, num_ranks, num_hosts, num_between):
             with log_of(dist.group.WORLD):
                 pass
         if rank == 1:
-            time.sleep(1.0)
+            time.sleep(2.5)
         begin = time.monotonic()
         started = [start_agreement(i, None, "plan") for i in (5, 6)]
         took, way = time.monotonic() - begin, type(started[0]._received.done).__name__
@@ -239,7 +239,7 @@ def compare_while_one_is_late(rank, num_ranks, num_hosts, num_between):
 def test_starting_a_comparison_waits_for_no_other_rank(ranks, num_hosts, num_between):
     """However many calls of other kinds came between, by which entries are numbered; and by collectives too."""
     (took, way), _ = ranks(2, compare_while_one_is_late, num_hosts, num_between)
-    assert took < 0.7 and (way == "Board") == (num_hosts == 1)
+    assert took < 2.0 and (way == "Board") == (num_hosts == 1)
 
 
 def fail_alone(rank, num_ranks, failing):

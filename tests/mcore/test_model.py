@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import nn
 
 from megatron_magi.attention import AttnShape
 from megatron_magi.config import MagiConfig
-from megatron_magi.mcore import mtp
+from megatron_magi.mcore import model, mtp
 from megatron_magi.mcore.batch import BatchDispatcher
 from megatron_magi.mcore.carrier import MagiSeqParams, ShardLayout
 from megatron_magi.mcore.model import MagiModelMixin
@@ -36,6 +38,23 @@ def test_a_loss_of_gathered_logits_is_refused() -> None:
     assert _Model(2).compute_language_model_loss(labels, torch.ones(4, 1, 4)).eq(4).all()
     with pytest.raises(ValueError, match=r"^parallel_output, runtime_gather_output: .* the 4 logits .* got 8"):
         _Model(2).compute_language_model_loss(labels, torch.ones(4, 1, 8))
+
+
+def test_latent_attention_with_fused_rope_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's kernel for it rotates rows by their places, and no replaced table of angles is asked."""
+    monkeypatch.setattr(model, "check_attention", lambda _: None)
+
+    class Holder(MagiModelMixin, nn.Module):
+        def __init__(self, fused: bool) -> None:
+            nn.Module.__init__(self)
+            self.layer = MLASelfAttention.__new__(MLASelfAttention)
+            nn.Module.__init__(self.layer)
+            self.layer.config = SimpleNamespace(apply_rope_fusion=fused)
+            self.layer.rotary_pos_emb = SimpleNamespace(forward=None)
+
+    Holder(False)._take_positions()
+    with pytest.raises(ValueError, match=r"^apply_rope_fusion: with multi-latent attention"):
+        Holder(True)._take_positions()
 
 
 def test_a_padding_mask_is_not_shifted_also_when_it_is_a_part_of_the_shard() -> None:

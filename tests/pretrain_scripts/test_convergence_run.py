@@ -55,6 +55,11 @@ def test_each_attention_is_trained_with_each_seed(script: ModuleType, monkeypatc
         assert arguments[-2:] == ["--micro-batch-size", "2"] if is_magi else "--micro-batch-size" not in arguments
 
 
+def test_a_microbatch_that_is_given_is_that_of_all_runs(script: ModuleType) -> None:
+    assert script.sequences_of("tiny_128", []) == 1
+    assert script.sequences_of("tiny_128", ["--micro-batch-size", "3", "--lr", "1", "--micro-batch-size=4"]) == 4
+
+
 def test_masks_that_transformer_engine_does_not_read_are_not_made(script: ModuleType, monkeypatch) -> None:
     unread = "--no-create-attention-mask-in-dataloader"
     for has, expected in ((True, (True, False)), (False, (False, True))):
