@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -181,6 +181,15 @@ def when_there(do: Callable[[], object]) -> None:
         block.later.append(do)
 
 
+def waiting() -> dict[Hashable, Any]:
+    """What was made since `together` began and is not there yet, by keys of those who made it: for this thread alone.
+
+    A new dict where nothing waits.
+    """
+    block = _gathering.block
+    return {} if block is None or not block.room else block.waiting
+
+
 class _Block:
     """Memory on a device that uploads share, and where they wait for their copy.
 
@@ -192,10 +201,12 @@ class _Block:
         room: as given.
         wanted: bytes of all uploads, those for which there was no room too.
         later: what is to be done once they are there.
+        waiting: see the function of this name.
     """
 
     def __init__(self, device: torch.device, room: int) -> None:
         self.device, self.room, self.later, self.wanted = device, room, list[Callable[[], object]](), 0
+        self.waiting: dict[Hashable, Any] = {}
         self._staging = self._memory = torch.empty(0, device="cpu")
         self._views: dict[torch.dtype, torch.Tensor] = {}
         self._end = 0
