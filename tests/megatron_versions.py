@@ -36,7 +36,6 @@ _SILENT = "tests/e2e/test_silent_bugs.py::test_"
 FEATURES = {
     "seams": "tests/mcore/test_seams.py::test_installed_megatron_is_as_the_table_says",
     "repairs": "tests/mcore/test_wheel_repairs.py",
-    "fused RoPE of several sequences": "tests/mcore/test_rotary.py",
     "arguments refused": "tests/e2e/test_errors.py::test_command_line_is_refused[attention_dropout]",
     "CP 1, MLA under TP 2": f"{_SILENT}rotary_key_of_latent_attention_gets_the_gradient_of_all_heads"
     "[queries-sequence_parallel]",

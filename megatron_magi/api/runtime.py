@@ -244,6 +244,6 @@ class RuntimeCache:
         self._runtimes.drop(lambda key: group is None or key.cp_group == group)
         for known in [known for known in self._most_recent if group is None or known == group]:
             del self._most_recent[known]
-        of_group = [key for key, call in self._templates.items() if group is None or call.group_ref() is group]
+        of_group = [key for key, call in list(self._templates.items()) if group is None or call.group_ref() is group]
         for key in of_group:
-            del self._templates[key]
+            self._templates.pop(key, None)

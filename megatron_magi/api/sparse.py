@@ -45,7 +45,7 @@ from megatron_magi.operands.sparse_pattern import (
     index_pattern,
     num_blocks,
 )
-from megatron_magi.ops.latent_attention import latent_sparse_attention
+from megatron_magi.ops.latent_attention import check_operands, latent_sparse_attention
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from megatron_magi.runtime.no_compile import outside_graphs
 
@@ -217,7 +217,7 @@ def calc_latent_sparse_attn(
         _check_dense(runtime, q=q, kv=kv)
         options = FetchOptions(fetch, capacity, on_overflow)
         pattern = _index_pattern(q, kv, indices, runs, key)
-        dim_v = int_at_least(dim_v, "dim_v", 1)
+        dim_v = check_operands(q, kv, dim_v, softmax_scale)
         qkv = q, kv, kv[..., :dim_v]
         call = _call("latent sparse attention", qkv, sink, key, softmax_scale, return_max_logits)
     _agree(call, runtime, key)

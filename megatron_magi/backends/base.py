@@ -591,7 +591,9 @@ class _LatentForward(Protocol):
 
 
 class LatentPart(_LatentForward, Protocol):
-    """The same with a backward that does not repeat."""
+    """The same with a backward that does not repeat, and may be for some of the dtypes alone."""
+
+    backward_dtypes: Sequence[torch.dtype]
 
     def backward(self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float) -> tuple[Tensor, Tensor]:
         """As `Latent.backward`, not deterministic."""

@@ -72,11 +72,9 @@ def latent_sparse_attention(
     Raises:
         ValueError: an argument, named in the message, has a wrong shape, dtype or value.
     """
-    dim_v = _check_tensors(q, kv, dim_v)
+    dim_v = check_operands(q, kv, dim_v, softmax_scale)
     pattern = index_pattern(indices, q, kv)
     given = GivenOptions(sink, softmax_scale, return_max_logits, deterministic, sanity_check, impl)
-    if softmax_scale is None:
-        raise ValueError("softmax_scale: expected a number, that of the heads before absorption, got None")
     scale, deterministic = settled(q, given, LATENT, (q, kv))
     out, lse, max_logits = _forward_operator(
         q, kv, sink, pattern.tensors[0], dim_v, return_max_logits, scale, deterministic, sanity_check, impl
@@ -84,12 +82,14 @@ def latent_sparse_attention(
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
 
 
-def _check_tensors(q: Tensor, kv: Tensor, dim_v: int) -> int:
+def check_operands(q: Tensor, kv: Tensor, dim_v: int, softmax_scale: float | None) -> int:
     """The checked ``dim_v``.
 
     Raises:
-        ValueError: q, kv and dim_v do not fit together.
+        ValueError: q, kv and dim_v do not fit together, or there is no scale.
     """
+    if softmax_scale is None:
+        raise ValueError("softmax_scale: expected a number, that of the heads before absorption, got None")
     for name, t in (("q", q), ("kv", kv)):
         check_tensor(name, t)
         if t.ndim != 3 or min(t.shape[1:]) < 1:

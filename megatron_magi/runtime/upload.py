@@ -164,6 +164,9 @@ def together(device: torch.device) -> Iterator[bool]:
     block = _gathering.block = _Block(device, room)
     try:
         yield bool(room)
+    except BaseException:
+        block.later.clear()
+        raise
     finally:
         _gathering.block = None
         block.send()

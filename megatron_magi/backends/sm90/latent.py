@@ -24,6 +24,10 @@ _HEADS = 64
 """Query heads of a tile."""
 
 
+backward_dtypes = (torch.bfloat16,)
+"""In fp16 dS, which is rounded with the scale of the products in it, would vanish where gradients are small."""
+
+
 def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
     """See `megatron_magi.backends.base.LatentPart`."""
     if not kernels_exist(device, dtype, _ANY_DIMS):
