@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_magi import api, block_sparse_attention, index_sparse_attention, latent_sparse_attention
-from megatron_magi.api import sparse_keys
+from megatron_magi.api import sparse, sparse_keys
 from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.comm import dispatch as dispatch_module
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig
@@ -433,6 +434,32 @@ def test_options_that_differ_are_named_before_anything_is_sent(ranks) -> None:
     assert found[0] == found[1]
     for name, text in found[0].items():
         assert "ranks disagree" in text and name.split()[0] in text, found[0]
+
+
+def run_wrong_on_one_rank(rank: int, num_ranks: int) -> list[str]:
+    q, k, lists = torch.zeros(4, 1, 8), torch.zeros(4, 1, 8), torch.zeros(4, 1, 1, dtype=torch.int64)
+    found = []
+    for wrong in ({"dim_v": 9, "softmax_scale": 1.0}, {"dim_v": 8, "softmax_scale": None}):
+        group = dist.new_group(range(num_ranks))
+        key = api.magi_attn_varlen_key([0, 8], [0, 8], cp_group_or_mesh=group, layout="contiguous")
+        options = {"dim_v": 8, "softmax_scale": 1.0} if rank else wrong
+        with (
+            mock.patch.object(sparse, "_keys", side_effect=AssertionError("keys were sent")),
+            pytest.raises((ValueError, RuntimeError)) as caught,
+        ):
+            api.calc_latent_sparse_attn(q, k, lists, key=key, **options)
+        found.append(str(caught.value))
+    return found
+
+
+def test_arguments_of_latent_calls_are_checked_before_keys_are_sent(ranks) -> None:
+    own = [
+        "dim_v: expected at most the head_dim of kv, 8, got 9",
+        "softmax_scale: expected a number, that of the heads",
+    ]
+    first, second = ranks(2, run_wrong_on_one_rank)
+    for expected, here, there in zip(own, first, second, strict=True):
+        assert here.startswith(expected) and expected in there
 
 
 def run_twice_differentiated(rank: int, num_ranks: int) -> None:
