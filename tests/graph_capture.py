@@ -8,12 +8,12 @@ import torch
 
 
 def capture[T](step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of ``step`` and what it returned while captured; before, it runs on the current stream and on another."""
-    step()  # compiles
+    """A graph of what ``step`` queues, after two rounds of warm-up on another stream, and what it returned."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step()
+        for _ in range(2):
+            step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

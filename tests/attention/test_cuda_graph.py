@@ -19,6 +19,7 @@ from megatron_magi.plan import RankPlan, given_dispatch, make_plan
 from tests import forced
 from tests.attention.cases import random_mask
 from tests.backends.sm90.fake_driver import fake_driver
+from tests.graph_capture import capture
 
 ROWS = 1024
 CPU = torch.device("cpu")
@@ -226,20 +227,6 @@ def test_there_is_room_for_the_tables_of_samples(monkeypatch):
             assert static.load({0: plan_of(mask)}) is None
 
 
-def captured(run, device: str = "cuda") -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
-    """A graph of what ``run`` queues, after two rounds of warm-up, and what it returns."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    return graph, results
-
-
 @pytest.mark.sm90
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("with_sink", [False, True])
@@ -253,7 +240,7 @@ def test_one_graph_replayed_with_50_masks_equals_eager_mode(name, with_sink, det
     masks = some_masks(rows)
     assert len(masks) > 50
     static = StaticPlans({0: plan_of(masks[0])}, device, headroom=16)
-    graph, results = captured(lambda: attend(inputs, static.plans[0], config, sink))
+    graph, results = capture(lambda: attend(inputs, static.plans[0], config, sink))
     for number, mask in enumerate(masks):
         batch = prepare_batch({0: plan_of(mask)}, shape, config, like=static.facts)
         batch.to(device)
@@ -277,7 +264,7 @@ def test_replays_follow_each_other_without_waiting_and_grow_no_memory():
     inputs = tensors(rows, shape, device)
     config = MagiConfig()
     static = StaticPlans({0: plan_of(documents(0, 12, rows))}, device)
-    graph, results = captured(lambda: attend(inputs, static.plans[0], config))
+    graph, results = capture(lambda: attend(inputs, static.plans[0], config))
     batches = [
         prepare_batch({0: plan_of(documents(seed, 8 + seed % 9, rows))}, shape, config, like=static.facts).pin_memory()
         for seed in range(20)
@@ -333,7 +320,7 @@ def test_a_static_key_takes_the_place_of_the_key_that_was_loaded():
     q, k, v, _ = (t.detach() for t in tensors(rows, shape_of((8, 2), (128, 128)), device))
     keys = [api.magi_attn_varlen_key([0, n, rows], [0, n, rows], causal=True) for n in (300, 500, 1)]
     static = api.make_static_key(keys[0])
-    graph, (out, lse) = captured(lambda: ((made := api.calc_attn(q, k, v, static))[0], made[1].lse))
+    graph, (out, lse) = capture(lambda: ((made := api.calc_attn(q, k, v, static))[0], made[1].lse))
     for key in keys:
         assert static.load(key) is None
         graph.replay()

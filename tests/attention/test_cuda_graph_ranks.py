@@ -31,7 +31,6 @@ from tests.attention.test_cuda_graph import (
     ONE_LAUNCH,
     ONE_STAGE,
     attend,
-    captured,
     documents,
     largest_difference,
     plan_of,
@@ -41,6 +40,7 @@ from tests.attention.test_cuda_graph import (
     tensors,
 )
 from tests.comm.test_collective_checks import be_quick
+from tests.graph_capture import capture
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -364,7 +364,7 @@ def replay_on_ranks(
 
     queries = "travel" if travels else "home"
     static = StaticPlans({0: plan_for(0)}, device, group, headroom=6, queries=queries)
-    graph, results = captured(lambda: among_nan(partial(attend, inputs, static.plans[0], config, sink, group)))
+    graph, results = capture(lambda: among_nan(partial(attend, inputs, static.plans[0], config, sink, group)))
     num_replayed = num_eager = 0
     wrong = []
     for number in range(len(masks)):
@@ -436,7 +436,7 @@ def replay_without_eager_calls(rank: int, num_ranks: int, num_steps: int, overla
     for batch in batches:
         batch.to(device)
         expected.append(attend(inputs, batch.plans[0], config, group=group)[0].detach().clone())
-    graph, results = captured(
+    graph, results = capture(
         lambda: [
             *attend(inputs, static.plans[0], config, group=group),
             *attend(inputs, static.plans[0], config, group=group),
@@ -479,7 +479,7 @@ def replay_after_a_larger_call(rank: int, num_ranks: int, overlap: OverlapConfig
         expected = [t.detach().clone() for t in by_nccl]
         del by_nccl  # with what autograd noted on another stream than the capture's
         static = StaticPlans({0: plan}, device, group, headroom=1)
-        made = captured(partial(attend, inputs, static.plans[0], native, group=group))
+        made = capture(partial(attend, inputs, static.plans[0], native, group=group))
         runs.append((*made, expected, static, inputs))  # a graph reads its inputs where they were
         found = []
         for number, (graph, results, wanted, *_) in enumerate(runs * 3):
@@ -511,7 +511,7 @@ def stay_away(rank: int, num_ranks: int, overlap: OverlapConfig) -> None:
     plan = make_plan(builders.causal(rows * num_ranks), config, num_ranks).for_rank(rank)
     inputs = tensors(rows, shape_of((8, 2), (128, 128)), device)
     static = StaticPlans({0: plan}, device, group)
-    graph, _ = captured(lambda: attend(inputs, static.plans[0], config, group=group))
+    graph, _ = capture(lambda: attend(inputs, static.plans[0], config, group=group))
     graph.replay()
     torch.cuda.synchronize()
     if rank == 0:
