@@ -184,13 +184,20 @@ def when_there(do: Callable[[], object]) -> None:
         block.later.append(do)
 
 
-def waiting() -> dict[Hashable, Any]:
-    """What was made since `together` began and is not there yet, by keys of those who made it: for this thread alone.
+def made_once[T](key: Hashable, make: Callable[[], T], keep: Callable[[T], object]) -> T:
+    """What ``make`` uploads: made once in a `together`, and given to ``keep`` once it is there.
 
-    A new dict where nothing waits.
+    Args:
+        key: what it is, for this thread and as long as ``keep`` is still to be called.
+        make: makes it.
+        keep: puts it where other threads find it; what it refers to stays until then.
     """
     block = _gathering.block
-    return {} if block is None or not block.room else block.waiting
+    made = {} if block is None or not block.room else block.made
+    if key not in made:
+        made[key] = found = make()
+        when_there(lambda: keep(found))
+    return made[key]
 
 
 class _Block:
@@ -204,12 +211,12 @@ class _Block:
         room: as given.
         wanted: bytes of all uploads, those for which there was no room too.
         later: what is to be done once they are there.
-        waiting: see the function of this name.
+        made: see `made_once`.
     """
 
     def __init__(self, device: torch.device, room: int) -> None:
         self.device, self.room, self.later, self.wanted = device, room, list[Callable[[], object]](), 0
-        self.waiting: dict[Hashable, Any] = {}
+        self.made: dict[Hashable, Any] = {}
         self._staging = self._memory = torch.empty(0, device="cpu")
         self._views: dict[torch.dtype, torch.Tensor] = {}
         self._end = 0

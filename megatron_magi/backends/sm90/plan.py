@@ -24,7 +24,7 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.operands.frozen import FrozenMemo
 from megatron_magi.runtime.graph_capture import is_capturing
 from megatron_magi.runtime.lru import LruCache
-from megatron_magi.runtime.upload import upload, waiting, when_there
+from megatron_magi.runtime.upload import made_once, upload
 
 _MAX_PLANS = 256
 _MAX_BYTES = 256 << 20  # of device memory
@@ -307,12 +307,13 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
     """The plan of a mask on a device, from the cache or made."""
     assert not is_changing(bands), "its mask keeps the tables"
     key = (content_digest(bands), tiling, device.index)
-    plan = _prepared.get(key) or _plans.get(key) or waiting().get(key)
-    if plan is None:
+
+    def make() -> DevicePlan:
         host = make_host_plan(bands, tiling)
-        plan = made = waiting()[key] = DevicePlan(host.without_table(), *upload([host.table], device))
-        when_there(lambda: _plans.put(key, made, made.memory.nbytes))
-    return plan
+        return DevicePlan(host.without_table(), *upload([host.table], device))
+
+    plan = _prepared.get(key) or _plans.get(key)
+    return plan or made_once(key, make, lambda made: _plans.put(key, made, made.memory.nbytes))
 
 
 def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> DevicePlan:
@@ -337,10 +338,7 @@ def schedule_of(
 ) -> DeviceSchedule:
     """Items of the backward in one kernel, from the cache or made; see `HostPlan.schedule`."""
     key = schedule_key(plan.host, heads_kv, group, num_sms, max_split, narrow)
-    here = id(plan), key  # the plan is kept beside it, so its id is its own
-    made = plan.schedules.get(key) or waiting().get(here, (None,))[0]
-    if made is None:
-        made = new = plan.make_schedule(key)
-        waiting()[here] = new, plan
-        when_there(lambda: plan.schedules.setdefault(key, new))  # other threads may have the plan
-    return made
+    # Other threads may have the plan. The last function refers to it, so its id is its own.
+    return plan.schedules.get(key) or made_once(
+        (id(plan), key), lambda: plan.make_schedule(key), lambda made: plan.schedules.setdefault(key, made)
+    )
