@@ -16,7 +16,7 @@ Nothing outside the folder of a backend imports it, except `megatron_magi.backen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
@@ -450,6 +450,14 @@ class ChangingBands(np.ndarray):
 def is_changing(bands: np.ndarray) -> TypeGuard[ChangingBands]:
     """Whether ``bands`` represents a mask that changes."""
     return isinstance(bands, ChangingBands) and bands.mask is not None
+
+
+def check_support(
+    why_not: Callable[[torch.device, torch.dtype, tuple[int, int]], str | None], q: Tensor, v: Tensor
+) -> None:
+    """Raises ValueError for tensors that kernels do not take; ``why_not``: of them, see `Backend.why_not`."""
+    if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
+        raise ValueError(reason)
 
 
 def refuse_capture(device: torch.device) -> None:

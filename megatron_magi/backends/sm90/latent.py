@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.base import check_support
 from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.sparse_kernels import LATENT_DIMS, latent_backward_kernel, latent_kernel, readable
 from megatron_magi.backends.sm90.sparse_lists import lists_of
@@ -38,11 +39,6 @@ def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> 
     return None
 
 
-def _check_support(q: Tensor, v: Tensor) -> None:
-    if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
-        raise ValueError(reason)
-
-
 def forward(
     inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -52,7 +48,7 @@ def forward(
         ValueError: the device, dtype or head dims are not supported.
     """
     q, kv, v, _ = inputs
-    _check_support(q, v)
+    check_support(why_not, q, v)
     num_rows, num_heads, _ = q.shape
     out, lse, sink_lse = new_output(inputs)
     max_logits = lse.new_full((num_heads,), -torch.inf) if return_max_logits else None
@@ -98,7 +94,7 @@ def backward(inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: floa
         ValueError: the device, dtype or head dims are not supported.
     """
     q, kv, v, dout, lse, delta = inputs
-    _check_support(q, v)
+    check_support(why_not, q, v)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sums = torch.zeros((kv.shape[1], kv.shape[0], kv.shape[2]), dtype=torch.float32, device=kv.device)
     q, kv, dout = readable(q), readable(kv), readable(in_dtype(dout, q.dtype))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.base import check_support
 from megatron_magi.backends.sm90 import sparse_kernels as kernels
 from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.sparse_backward import backward_by_keys, backward_by_tiles, may_add_dq
@@ -36,11 +37,6 @@ def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> 
     return f"q, v: sparse impl 'ffa' takes head dims {known}, got {dims[0]} (q, k) and {dims[1]} (v); use 'reference'"
 
 
-def _check_support(q: Tensor, v: Tensor) -> None:
-    if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
-        raise ValueError(reason)
-
-
 def packed_heads(group: int) -> int:
     """Heads of a group whose rows share a tile."""
     return kernels.heads_of_tile(group, 2)
@@ -55,7 +51,7 @@ def forward(
         ValueError: the device, dtype or head dims are not supported.
     """
     q, k, v, _ = inputs
-    _check_support(q, v)
+    check_support(why_not, q, v)
     _, num_heads, dim = q.shape
     out, lse, sink_lse = new_output(inputs)
     max_logits = lse.new_full((num_heads,), -torch.inf) if return_max_logits else None
@@ -106,7 +102,7 @@ def backward(
         ValueError: the device, dtype or head dims are not supported, or lists of blocks have 2^31 numbers or more.
     """
     q, k, v, dout, lse, delta = inputs
-    _check_support(q, v)
+    check_support(why_not, q, v)
     tensors = tuple(kernels.readable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
     alone = not deterministic and may_add_dq(q, k, pattern)
     lists = None if alone and pattern.is_mask else lists_of(pattern)

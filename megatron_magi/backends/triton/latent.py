@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.base import check_support
 from megatron_magi.backends.triton import support
 from megatron_magi.backends.triton.attention import LOG2_E, latent_kernels, readable
 from megatron_magi.backends.triton.tuning import LatentKernel, kind_of, latent_sizes, padded
@@ -52,7 +53,7 @@ def forward(
         ValueError: the device, dtype or head dims are not supported.
     """
     q, kv, v, _ = inputs
-    _check_support(q, v)
+    check_support(why_not, q, v)
     num_rows, num_heads, _ = q.shape
     out, lse, sink_lse = new_output(inputs)
     row_max = torch.empty_like(lse) if return_max_logits else lse
@@ -99,7 +100,7 @@ def backward(
         ValueError: the device, dtype or head dims are not supported.
     """
     q, kv, v, dout, lse, delta = inputs
-    _check_support(q, v)
+    check_support(why_not, q, v)
     if not q.shape[0] or not kv.shape[0]:
         return torch.zeros_like(q), torch.zeros_like(kv)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -181,11 +182,6 @@ def _add_in_order(parts: Tensor, sums: Tensor, pattern: SparsePattern) -> None:
     place, order = torch.sort(place.flatten(), stable=True)
     bounds = torch.searchsorted(place, torch.arange(num_keys * heads_kv + 1, device=sums.device))
     latent_kernels().latent_sum_kernel[(num_keys * heads_kv,)](parts, sums, order, bounds, D=dim, PAD=padded(dim))
-
-
-def _check_support(q: Tensor, v: Tensor) -> None:
-    if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
-        raise ValueError(reason)
 
 
 def _strides(*tensors: Tensor) -> list[int]:

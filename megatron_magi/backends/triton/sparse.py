@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.base import check_support
 from megatron_magi.backends.triton import support
 from megatron_magi.backends.triton.attention import LOG2_E, readable, sparse_kernels
 from megatron_magi.backends.triton.sparse_lists import lists_of, lists_of_queries
@@ -42,7 +43,7 @@ def forward(
         ValueError: the device, dtype or head dims are not supported.
     """
     q, k, v, _ = inputs
-    _check_support(q, v)
+    check_support(why_not, q, v)
     out, lse, sink_lse = new_output(inputs)
     row_max = torch.empty_like(lse) if return_max_logits else lse
     sink = lse if sink_lse is None else sink_lse
@@ -66,7 +67,7 @@ def backward(
     """
     del deterministic
     q, k, v, dout, lse, delta = inputs
-    _check_support(q, v)
+    check_support(why_not, q, v)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     q, k, v, dout = (readable(x) for x in (q, k, v, dout.to(q.dtype)))
     common = (q, k, v, dout, lse, delta)
@@ -85,11 +86,6 @@ def backward(
         *strides, *_strides(dk, dv), *scales, **constants,
     )  # fmt: skip
     return dq, dk, dv
-
-
-def _check_support(q: Tensor, v: Tensor) -> None:
-    if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
-        raise ValueError(reason)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
