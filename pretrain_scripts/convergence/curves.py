@@ -23,6 +23,8 @@ import numpy as np
 STOCK = "stock"
 """Megatron's own attention."""
 
+_CONTROL = f"{STOCK}_ranks_"
+
 _NAME = re.compile(r"(?P<attention>\w+)_seed_(?P<seed>\d+)")
 _VALIDATION = re.compile(r"validation loss at iteration \d+ on validation set \| lm loss value: (\S+)")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -32,6 +34,11 @@ _GREY = "#666666"
 def run_name(attention: str, seed: int) -> str:
     """Of a run's files; weights and the order of the data follow the seed."""
     return f"{attention}_seed_{seed}"
+
+
+def control_name(ranks: int) -> str:
+    """Of stock over another number of ranks: what the order of sums alone makes of the losses of a seed."""
+    return f"{_CONTROL}{ranks}"
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,14 @@ class Comparison:
         return [name for name in self.curves if _parts(name)[0] == attention]
 
     @property
+    def controls(self) -> list[str]:
+        """Names of the runs of stock over another number of ranks."""
+        return [name for name in self.curves if _parts(name)[0].startswith(_CONTROL)]
+
+    @property
     def tested(self) -> list[str]:
-        """Names of the runs that are compared with stock."""
-        return [name for name in self.curves if _parts(name)[0] != STOCK]
+        """Names of the runs of other attentions, which are compared with stock."""
+        return [name for name in self.curves if name not in {*self.runs(STOCK), *self.controls}]
 
     @property
     def band(self) -> np.ndarray:
@@ -158,7 +170,7 @@ def table(comparison: Comparison) -> str:
     lines.append(
         f"difference to {STOCK} with the same seed of means over {c.window} iterations, each half of training:"
     )
-    lines += [f"  {name:<{width}}  {_numbers(c.distance(name))}" for name in c.tested]
+    lines += [f"  {name:<{width}}  {_numbers(c.distance(name))}" for name in [*c.tested, *c.controls]]
     lines.append(f"  {STOCK + ', another seed':<{width}}  {_numbers(c.band)} at least")
     lines.append("; ".join(c.failures) if c.failures else "no run differs by more than another seed does")
     return "\n".join(lines)

@@ -10,8 +10,10 @@
 Each run uses all ranks; those beyond the CP size are data-parallel, so all runs of a seed see the same batches, and a
 rank has as many tokens of a microbatch in one as in the other. Stock is Transformer Engine's layers and attention if it
 is installed, else Megatron's local attention. Runs that are complete are not repeated, others begin again. It fails if
-a curve of magi differs more from that of stock with the same seed than stock's curves with two seeds do. Arguments
-after -- go to all runs.
+a curve of magi differs more from that of stock with the same seed than stock's curves with two seeds do. With
+--control-ranks stock is trained once more with each seed over other data-parallel sizes: its sums have another order
+and nothing else differs, so the table shows beside magi's differences what rounding alone makes. Arguments after -- go
+to all runs.
 """
 
 from __future__ import annotations
@@ -55,8 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for size in cp_sizes:
         attentions[f"magi_cp{size}"] = ["--attention-backend", "magi", "--context-parallel-size", str(size)]
         attentions[f"magi_cp{size}"] += ["--micro-batch-size", str(sequences * size)]
-    for seed, (name, arguments) in itertools.product(options.seeds, attentions.items()):
-        train(curves.run_name(name, seed), [*shared, "--seed", str(seed), *arguments], options.ranks, out)
+    runs = [(name, arguments, options.ranks) for name, arguments in attentions.items()]
+    runs += [(curves.control_name(ranks), [], ranks) for ranks in options.control_ranks]
+    for seed, (name, arguments, ranks) in itertools.product(options.seeds, runs):
+        train(curves.run_name(name, seed), [*shared, "--seed", str(seed), *arguments], ranks, out)
     return curves.report(out, f"{options.setting}, {options.ranks} ranks: {what_is_stock()} and magi")
 
 
@@ -72,10 +76,19 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
         "--cp-sizes", type=int, nargs="+", help="of the runs with magi (default: 1, 2, 4, 8 as far as RANKS allows)"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="at least two (default: %(default)s)")
+    parser.add_argument(
+        "--control-ranks",
+        type=int,
+        nargs="+",
+        default=[],
+        help="numbers of processes of further runs of stock (default: none)",
+    )
     end = argv.index("--") if "--" in argv else len(argv)
     options = parser.parse_args(argv[:end])
     if len(set(options.seeds)) < 2:
         parser.error("argument --seeds: at least two different ones make a band")
+    if any(ranks < 1 or ranks == options.ranks for ranks in options.control_ranks):
+        parser.error(f"argument --control-ranks: positive numbers other than the {options.ranks} of stock's runs")
     options.megatron = list(argv[end + 1 :])
     return options
 

@@ -50,6 +50,19 @@ def test_run_that_drifts_from_stock_fails_by_name(folder: Path, error: float) ->
     assert curves.report(folder, "title") == 1
 
 
+def test_stock_over_other_ranks_is_shown_beside_and_does_not_decide(folder: Path, capsys) -> None:
+    stock = curves.read_losses(folder / "stock_seed_1.jsonl")
+    _write(folder, "stock_ranks_1_seed_1", stock + 0.5)
+    found = curves.read(folder)
+    assert found.controls == ["stock_ranks_1_seed_1"]
+    assert found.failures == []
+    assert found.band == pytest.approx(
+        curves.Comparison(found.window, {n: found.curves[n] for n in found.runs("stock")}).band
+    )
+    assert curves.report(folder, "title") == 0
+    assert "stock_ranks_1_seed_1  0.5000 and 0.5000" in capsys.readouterr().out
+
+
 def test_one_unlucky_batch_is_no_drift(folder: Path) -> None:
     found = curves.read(folder)
     assert found.window > 1

@@ -39,6 +39,24 @@ def test_one_seed_is_no_band(script: ModuleType, capsys) -> None:
     assert "--seeds" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ranks", ["0", "2"])
+def test_a_control_over_the_ranks_of_the_others_is_refused(script: ModuleType, capsys, ranks: str) -> None:
+    with pytest.raises(SystemExit):
+        script.main(["tiny_128", "--out", "unused", "--ranks", "2", "--control-ranks", ranks])
+    assert "argument --control-ranks: positive numbers other than the 2" in capsys.readouterr().err
+
+
+def test_stock_is_trained_over_other_ranks_too_where_that_is_asked(script: ModuleType, monkeypatch, tmp_path) -> None:
+    started = []
+    monkeypatch.setattr(script, "train", lambda name, arguments, ranks, out: started.append((name, ranks, arguments)))
+    monkeypatch.setattr(script.curves, "report", lambda folder, title: 0)
+    options = ["--ranks", "2", "--cp-sizes", "2", "--seeds", "1", "2", "--control-ranks", "1"]
+    assert script.main(["tiny_128", "--out", str(tmp_path), "--data-path", "data", *options]) == 0
+    runs = {name: (ranks, arguments) for name, ranks, arguments in started}
+    assert runs["stock_ranks_1_seed_2"] == (1, runs["stock_seed_2"][1])
+    assert [name for name, ranks, _ in started if ranks == 1] == ["stock_ranks_1_seed_1", "stock_ranks_1_seed_2"]
+
+
 def test_each_attention_is_trained_with_each_seed(script: ModuleType, monkeypatch, tmp_path: Path) -> None:
     asked = {}
     monkeypatch.setattr(script, "train", lambda name, arguments, ranks, out: asked.update({name: (arguments, ranks)}))
