@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks._lib.charts.collectives import draw
 from benchmarks._lib.level_args import level_args
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from benchmarks._lib.results import read_results
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
 from megatron_magi.comm.groups import all_gather_single
@@ -152,7 +152,7 @@ def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: lis
                 far = far_bytes(way, num_bytes, num_ranks, per_node or [*ranks_per_node, num_ranks][0])
                 rows.append([operation, way, num_ranks, num_bytes, *times, far])
                 if rank == 0:
-                    print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
+                    print_row(HEADER, rows[-1])
             if rank == 0 and path:
                 write_csv(path, HEADER, rows)
             del run

@@ -34,8 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = run_ranks(measure, torch.cuda.device_count(), timeout_s=120.0, backend="nccl")
     print(*(",".join(map(str, row)) for row in (HEADER, *rows)), sep="\n")
-    if args.csv:
-        write_csv(args.csv, HEADER, rows)
+    write_csv(args.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

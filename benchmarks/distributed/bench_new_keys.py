@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._lib.batches import WARM_UP, make_mask
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi.api import DistAttnRuntimeKey as Key
 from megatron_magi.api import calc_attn, clear_cache, dispatch, get_position_ids, magi_attn_varlen_key
 
@@ -143,9 +143,8 @@ def main() -> None:
         rows += (measure_keys if options.cpu else measure)(name, int(tokens), options)
         if dist.get_rank() == 0:
             for row in rows[-1 if options.cpu else -2 :]:
-                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
-            if options.csv:
-                write_csv(options.csv, HEADER, rows)
+                print_row(HEADER, row)
+            write_csv(options.csv, HEADER, rows)
     dist.destroy_process_group()
 
 

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks._lib.batches import WARM_UP, make_mask
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi.attention import AttnShape, PreparedBatch, StaticPlans, distributed_attention, prepare_batch
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90 import program as hopper_program
@@ -275,9 +275,8 @@ def measure_all(rank: int, num_ranks: int, port: int, options: argparse.Namespac
         )
         if rank == 0:
             for row in rows[-len(options.ways) :]:
-                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
-            if options.csv:
-                write_csv(options.csv, HEADER, rows)
+                print_row(HEADER, row)
+            write_csv(options.csv, HEADER, rows)
     dist.destroy_process_group()
 
 

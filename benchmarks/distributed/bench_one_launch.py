@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._lib.batches import make_mask
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi.attention import distributed, distributed_attention
 from megatron_magi.attention.fused_comm import joined_bands
 from megatron_magi.backends.registry import backend_that
@@ -147,7 +147,7 @@ def measure_all(
         rows += new
         if rank == 0:
             for row in new:
-                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
+                print_row(HEADER, row)
             if csv:
                 write_csv(csv, HEADER, rows)
 

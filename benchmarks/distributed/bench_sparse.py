@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi import api
 from megatron_magi.calibration import present_rates
 from megatron_magi.plan.sparse_ways import SparseShape, ways_us
@@ -204,9 +204,8 @@ def main() -> None:
                 api.clear_cache()
                 if dist.get_rank() == 0:
                     for row in made:
-                        print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
-                    if options.csv:
-                        write_csv(options.csv, HEADER, rows)
+                        print_row(HEADER, row)
+                    write_csv(options.csv, HEADER, rows)
     dist.destroy_process_group()
 
 

@@ -104,8 +104,7 @@ def main() -> None:
     rows = []
     for dim, kernel in itertools.product(args.head_dims, args.kernels):
         rows += measure(kernel, dim, args.length)
-        if args.csv:
-            write_csv(args.csv, HEADER, rows)
+        write_csv(args.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import time
 from benchmarks._lib.batches import DISTRIBUTED
 from benchmarks._lib.dispatches import contiguous, zigzag
 from benchmarks._lib.prediction import OVERLAP
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi.backends.sm90.cost import H100
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.plan.head_groups import copies_us
@@ -65,10 +65,9 @@ def main() -> None:
     lines = []
     for tokens, name, gpus in itertools.product(options.tokens, options.masks, options.gpus):
         for line in rows(name, tokens, gpus, options.groups):
-            print("  ".join(f"{h}={c}" for h, c in zip(HEADER, line, strict=True)), flush=True)
+            print_row(HEADER, line)
             lines.append(line)
-    if options.csv:
-        write_csv(options.csv, HEADER, lines)
+    write_csv(options.csv, HEADER, lines)
 
 
 if __name__ == "__main__":

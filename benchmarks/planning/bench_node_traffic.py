@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from benchmarks._lib.batches import SEEDS, PackedCase
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.plan import Plan, make_plan
 
@@ -71,7 +71,7 @@ def main() -> None:
             share, took = np.array(values).T
             figures = [f"{share.mean():.3f}", f"{np.median(took):.1f}"]
             rows.append([case.total_seqlen, case.num_documents, case.cp_size, per_node, way, *figures])
-            print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
+            print_row(HEADER, rows[-1])
     if path:
         write_csv(path, HEADER, rows)
 

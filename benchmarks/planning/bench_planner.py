@@ -69,8 +69,7 @@ def main() -> None:
             figures = (len(found), f"{best[0]:.1f}", f"{best[1]:.1f}")
             rows.append([case.total_seqlen, case.num_documents, case.cp_size, planner, *figures])
             print("".join(f"{c!s:>13}" for c in rows[-1]), flush=True)
-    if args.csv:
-        write_csv(args.csv, header, rows)
+    write_csv(args.csv, header, rows)
 
 
 if __name__ == "__main__":

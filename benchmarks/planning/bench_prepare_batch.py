@@ -53,8 +53,7 @@ def main() -> None:
             best = min(timed(case, planner, seed) for seed in range(args.repeats))
             rows.append([case.total_seqlen, case.num_documents, case.cp_size, planner, args.repeats, f"{best:.2f}"])
             print("".join(f"{c!s:>13}" for c in rows[-1]), flush=True)
-    if args.csv:
-        write_csv(args.csv, header, rows)
+    write_csv(args.csv, header, rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import argparse
 import time
 
 from benchmarks._lib.batches import PackedCase
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.plan import cpp_solver, given_dispatch, make_plan
 from megatron_magi.plan.travel import Choice, choose_hosts
@@ -74,9 +74,8 @@ def main() -> None:
         for layout in LAYOUTS:
             for planner in ("python", "native") if cpp_solver.available() else ("python",):
                 rows.append(row(case, layout, planner, args.repeats, args.seconds))
-                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
-    if args.csv:
-        write_csv(args.csv, HEADER, rows)
+                print_row(HEADER, rows[-1])
+    write_csv(args.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks._lib.batches import PackedCase
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi.attention import AttnShape, PreparedBatch, distributed_attention, prepare_batch
 from megatron_magi.config import MagiConfig, OverlapConfig
 from megatron_magi.plan import make_plan
@@ -133,9 +133,8 @@ def main() -> None:
         rows += found
         if dist.get_rank() == 0:
             for seen in found:
-                print("  ".join(f"{h}={v}" for h, v in zip(HEADER, seen, strict=True)), flush=True)
-            if options.csv:
-                write_csv(options.csv, HEADER, rows)
+                print_row(HEADER, seen)
+            write_csv(options.csv, HEADER, rows)
     dist.destroy_process_group()
     sys.exit("\n".join(growth(rows)) or 0)
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks._lib.llama import model_args
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from benchmarks._lib.trainer import TrainingSession
 from megatron_magi import cpu_device
 from megatron_magi.demo.corpus import Corpus, build_corpus, load_corpus
@@ -118,7 +118,7 @@ def main() -> None:
         rows += measure(session, receiver, corpus, tokens, options)
         if os.environ["RANK"] == "0":
             for row in rows[-2:]:
-                print("  ".join(f"{h}={v}" for h, v in zip(HEADER, row, strict=True)), flush=True)
+                print_row(HEADER, row)
             write_csv(options.out / "ahead.csv", HEADER, rows)
     sys.stdout.flush()
     os._exit(0)

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from benchmarks._lib.llama import world_size
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from benchmarks._lib.trainer import Training, TrainingSession
 from megatron_magi.demo.corpus import build_corpus
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
@@ -219,7 +219,7 @@ class Bench:
         if os.environ["RANK"] == "0":
             write_csv(self.options.out / f"hybrid_{part}_{world_size()}gpu.csv", header, rows)
             for row in rows:
-                print("  ".join(f"{h}={v}" for h, v in zip(header, row, strict=True) if v != ""), flush=True)
+                print_row(header, row)
 
     exceeded: Sequence[str] = ()
 

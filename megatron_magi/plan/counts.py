@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
+from megatron_magi.plan.chunks import ChunkedMask
 from megatron_magi.plan.partition import Runs, from_others
 from megatron_magi.plan.swaps import sum_by_rank
 
@@ -42,23 +42,16 @@ class Counts(NamedTuple):
     sent: np.ndarray
 
 
-def count(
-    mask: AttnMask,
-    bounds: np.ndarray,
-    rank: np.ndarray,
-    cp_size: int,
-    ranks_per_node: int,
-    host: np.ndarray | None = None,
-) -> Counts:
+def count(chunked: ChunkedMask, rank: np.ndarray, ranks_per_node: int, host: np.ndarray | None = None) -> Counts:
     """Counts the work and the traffic of a dispatch without making its plan.
 
     Args:
-        bounds: of the chunks, int64 ``[num_chunks + 1]``.
         rank: of each chunk, int64 ``[num_chunks]``.
         ranks_per_node: number of consecutive ranks that share a node.
         host: rank that computes the queries of each chunk, int64 ``[num_chunks]``; ``rank`` when None. The traffic is
             that of keys.
     """
+    mask, bounds, cp_size = chunked
     runs = Runs.of_chunks(bounds, rank)
     host = rank if host is None else host
     first = np.flatnonzero((np.diff(rank, prepend=-1) != 0) | (np.diff(host, prepend=-1) != 0))
@@ -72,19 +65,12 @@ def count(
     return Counts(*counts, *_count_travel(pieces, dst, runs, cp_size, ranks_per_node))
 
 
-def count_all(
-    mask: AttnMask,
-    bounds: np.ndarray,
-    ranks: np.ndarray,
-    cp_size: int,
-    ranks_per_node: int,
-    hosts: np.ndarray | None = None,
-) -> Counts:
+def count_all(chunked: ChunkedMask, ranks: np.ndarray, ranks_per_node: int, hosts: np.ndarray | None = None) -> Counts:
     """`count` of several dispatches, int64 ``[num_dispatches, 2, cp_size]`` each; ``ranks`` and ``hosts``: int64
     ``[num_dispatches, num_chunks]``.
     """
     pairs = zip(ranks, ranks if hosts is None else hosts, strict=True)
-    counted = [count(mask, bounds, rank, cp_size, ranks_per_node, host) for rank, host in pairs]
+    counted = [count(chunked, rank, ranks_per_node, host) for rank, host in pairs]
     return Counts(*np.stack(counted, axis=1))
 
 

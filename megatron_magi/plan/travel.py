@@ -16,7 +16,7 @@ from megatron_magi.cost_model import Rates
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
 from megatron_magi.plan import cpp_solver
-from megatron_magi.plan.chunks import chunk_areas
+from megatron_magi.plan.chunks import ChunkedMask, chunk_areas
 from megatron_magi.plan.counts import count_all, count_moves
 from megatron_magi.plan.partition import Runs
 from megatron_magi.plan.predict import Moved, Prediction, predict_all
@@ -131,7 +131,7 @@ def choose_hosts(mask: AttnMask, dispatch: Dispatch, config: MagiConfig) -> Choi
     hosts = np.stack(list({host.tobytes(): host for host in (blocks.home, *made)}.values()))  # home first
     homes = np.broadcast_to(blocks.home, hosts.shape)
     counts = cpp_solver.count_all if use_native else count_all
-    counted = counts(mask, blocks.bounds, np.ascontiguousarray(homes), dispatch.cp_size, node, hosts)
+    counted = counts(ChunkedMask(mask, blocks.bounds, dispatch.cp_size), np.ascontiguousarray(homes), node, hosts)
     moved = Moved(*count_moves(blocks.bounds, blocks.home, hosts, dispatch.cp_size, node))
     rows = [max(dispatch.shard_lengths)] * len(hosts)
     found = predict_all(counted, rows, rates, config.overlap, moved)
