@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import platform
@@ -29,6 +30,17 @@ def provenance() -> dict[str, str]:
         "software": f"python {platform.python_version()}, torch {torch.__version__}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def table_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of the command line of a benchmark that prints a table, with ``--csv``.
+
+    Args:
+        description: the module's.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", help="also write the rows to this file")
+    return parser
 
 
 def print_row(header: Sequence[str], row: Sequence[Any]) -> None:

@@ -32,7 +32,7 @@ from benchmarks._lib.batches import DISTRIBUTED, ONE_LAUNCH, predicted_mask
 from benchmarks._lib.charts.distributed import MASKS as MASK_TITLES
 from benchmarks._lib.dispatches import count_dispatch
 from benchmarks._lib.prediction import HEAD_DIM, HEADS_KV, HEADS_Q, OVERLAP, OVERLAPS, by_case, predicted
-from benchmarks._lib.provenance import print_row, provenance, write_csv
+from benchmarks._lib.provenance import print_row, provenance, table_parser, write_csv
 from benchmarks._lib.results import Row
 from megatron_magi.attention import distributed_attention
 from megatron_magi.calibration import present_rates
@@ -268,8 +268,7 @@ def _read(text: str) -> list[Row]:
 
 def main() -> None:
     """Measures, or reads what was measured; predicts, and says how good the choices are."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     parser.add_argument("--from", dest="measured", help="a file of an earlier run: nothing is measured")
     parser.add_argument("--fit", help="with --from: writes the rates that explain it best to this file, and ends")
     parser.add_argument("--and", dest="more", nargs="*", default=[], help="with --fit: files of other runs")

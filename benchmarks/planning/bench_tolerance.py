@@ -11,14 +11,13 @@ smaller tolerance fetched: above 1.05 the run fails.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 
 import numpy as np
 
 from benchmarks._lib.batches import PackedCase
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import table_parser, write_csv
 from megatron_magi.config import DispatchConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import make_dispatch
@@ -57,8 +56,7 @@ def rises(fetched: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     """Prints the table, and fails where a wider tolerance fetches more."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     for name, default in (("seeds", 50), ("tokens", 1 << 20), ("documents", 500), ("ranks", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()

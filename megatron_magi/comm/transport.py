@@ -139,7 +139,7 @@ def _find(args: Args, group: dist.ProcessGroup | None, impl: str) -> Transport:
 def _choice(way: Transport) -> Choice:
     """Chooses the implementation for one of two levels."""
 
-    def choose(layout: RowLayout, args: GroupCastArgs, back: bool) -> PlacingMover:
+    def choose(layout: RowLayout, args: GroupCastArgs, *, back: bool) -> PlacingMover:
         return way.mover(layout, most_received(args, back))
 
     return choose

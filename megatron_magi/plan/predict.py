@@ -139,7 +139,7 @@ def _predict_alike(
         if one:
             device = _at_once_us(attend(both), fetch, hidden) + reduce
         else:
-            device = _pass_us(attend(own), attend(fetched, True), fetch, reduce, degree, hidden)
+            device = _pass_us(attend(own), attend(fetched, adds=True), fetch, reduce, degree, hidden)
         issue, of_stage = rates.host_us(is_backward)
         device, more_us = device + steps.ends_us(is_backward), 0.0
         if moved is not None:
@@ -161,8 +161,8 @@ def _predict_alike(
 def kernels_us(counts: Counts, num_rows: int, rates: Rates, cost: CostModel) -> tuple[float, float]:
     """Microseconds of the forward and of the backward kernels where nothing is fetched, on the slowest rank."""
     own = _Stage(*(c[None, 0].astype(np.float64) for c in counts[:7]))
-    steps = _Steps(np.array([[num_rows]]), rates, kernel_costs_of(rates.device), cost, False)
-    return float(steps.forward(own).max()), float(steps.backward(own).max() + steps.ends_us(True).item())
+    steps = _Steps(np.array([[num_rows]]), rates, kernel_costs_of(rates.device), cost, is_staged=False)
+    return float(steps.forward(own).max()), float(steps.backward(own).max() + steps.ends_us(is_backward=True).item())
 
 
 class _Steps(NamedTuple):
