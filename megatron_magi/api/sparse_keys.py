@@ -20,8 +20,8 @@ from megatron_magi.comm.dispatch import undispatch
 from megatron_magi.comm.row_layout import resolved
 from megatron_magi.comm.selected_rows import KeyPlaces, Requests, exchange_requests, fetch, watch_of
 from megatron_magi.operands.selected_blocks import (
+    BlockCall,
     BlockTables,
-    Launch,
     PackedBlocks,
     Run,
     listed,
@@ -81,12 +81,12 @@ class Keys(NamedTuple):
 
     Attributes:
         rows: of keys and values, ``[num_rows, num_heads_kv, dim]``.
-        launches: calls over the first ``num_keys`` of these rows, with lists of their own.
+        parts: calls over the first ``num_keys`` of these rows, with lists of their own.
         factor: of the results: 1, or NaN if rows did not fit; ``[]``. None where that cannot be.
     """
 
     rows: Tensor
-    launches: list[Launch]
+    parts: list[BlockCall]
     factor: Tensor | None
 
 
@@ -176,7 +176,7 @@ def selected_keys(
     if tables is None:
         num_rows, table = len(found), requests.source
         entries = renumbered(pattern.tensors[0], table)
-        launches = [Launch(slice(0, num_tokens(runs)), num_rows, entries.transpose(0, 1))]
+        parts = [BlockCall(slice(0, num_tokens(runs)), num_rows, entries.transpose(0, 1))]
     else:
         columns = chosen.shape[1]
         most_listed = columns
@@ -186,8 +186,8 @@ def selected_keys(
         own = places.token[places.rank, : places.num_own].expand(requests.num_lists, -1)
         tokens = torch.cat([own, requests.fetched], 1)
         found = packed_rows(found, packed, requests.source, tokens)
-        launches = packed.launches(pattern)
-    return Keys(found, launches, factor)
+        parts = packed.parts(pattern)
+    return Keys(found, parts, factor)
 
 
 class _RequestCall(NamedTuple):

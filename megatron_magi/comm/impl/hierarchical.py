@@ -26,7 +26,7 @@ from megatron_magi.comm.row_memory import can_add
 from megatron_magi.comm.rows import PartialRows
 
 
-class Choice(Protocol):
+class MoverChoice(Protocol):
     """Chooses the implementation for rows of a layout."""
 
     def __call__(self, layout: RowLayout, args: GroupCastArgs, *, back: bool) -> PlacingMover:
@@ -42,7 +42,9 @@ class Hierarchical:
         merges: rows that go back are ``(out, lse)``, merged by lse instead of summed.
     """
 
-    def __init__(self, near: Choice, far: Choice, relay: Choice, ops: ModuleType, merges: bool = False) -> None:
+    def __init__(
+        self, near: MoverChoice, far: MoverChoice, relay: MoverChoice, ops: ModuleType, merges: bool = False
+    ) -> None:
         self._near, self._far, self._relay, self._ops, self._merges = near, far, relay, ops, merges
 
     @cached_property
