@@ -126,7 +126,7 @@ def row(name: str, tokens: int, gpus: int, rates: Rates, overlap: OverlapConfig 
     dispatch = make_dispatch(mask, DispatchConfig(rates=rates), gpus, overlap)
     plan_s = time.perf_counter() - begin
     step = simulate(mask, dispatch, rates, overlap)
-    area, mib = step.counts.area.sum(axis=0), overlap.cost.row_bytes / 2**20
+    area, mib = step.counts.work.area.sum(axis=0), overlap.cost.row_bytes / 2**20
     near, far = step.counts.received.mean(axis=1) * mib
     once = rows_between_nodes(mask, dispatch, rates.ranks_per_node) * mib
     flops = 14.0 * mask.area * overlap.cost.num_heads_q * overlap.cost.head_dim / gpus

@@ -119,12 +119,9 @@ def _sparse_attention(config: Any, norm: Any) -> ModuleSpec:
         k_norm=products.layer_norm(rms_norm=False, for_qk=True),
         linear_weights_proj=ReplicatedLinear,
     )
+    columns = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
     attention = AbsorbedMLASelfAttentionSubmodules(
-        linear_q_proj=column,
-        linear_q_down_proj=column,
-        linear_q_up_proj=column,
-        linear_kv_down_proj=column,
-        linear_kv_up_proj=column,
+        **dict.fromkeys(columns, column),
         core_attention=ModuleSpec(
             module=DSAttention,
             submodules=DSAttentionSubmodules(indexer=ModuleSpec(module=DSAIndexer, submodules=indexer)),

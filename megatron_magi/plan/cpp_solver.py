@@ -15,13 +15,15 @@ import numpy as np
 
 from megatron_magi.plan import swaps
 from megatron_magi.plan.chunks import ChunkedMask
-from megatron_magi.plan.counts import Counts
+from megatron_magi.plan.counts import Counts, Work
 from megatron_magi.plan.traffic import SearchInput
 from megatron_magi.runtime import cpp_library
 
 _VERSION = 8
 """Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
 _Int = ctypes.c_int64
+_NUM_COUNTS = len(Work._fields) + 2
+"""Of `Counts`: received and sent rows come after the work."""
 
 
 class _Limits(ctypes.Structure):
@@ -96,17 +98,17 @@ def search(of: SearchInput) -> np.ndarray:
 def count(chunked: ChunkedMask, rank: np.ndarray, ranks_per_node: int, host: np.ndarray | None = None) -> Counts:
     """`counts.count` in C++, with equal results."""
     hosts = None if host is None else host[None]
-    return Counts(*(c[0] for c in count_all(chunked, rank[None], ranks_per_node, hosts)))
+    return count_all(chunked, rank[None], ranks_per_node, hosts).map(lambda of_all: of_all[0])
 
 
 def count_all(chunked: ChunkedMask, ranks: np.ndarray, ranks_per_node: int, hosts: np.ndarray | None = None) -> Counts:
     """`counts.count_all` in C++, with equal results."""
     (mask, bounds, cp_size), (num, num_chunks) = chunked, ranks.shape
-    out = np.empty((num, len(Counts._fields), 2, cp_size), dtype=np.int64)
+    out = np.empty((num, _NUM_COUNTS, 2, cp_size), dtype=np.int64)
     sizes = _Int(num_chunks), _Int(num), _Int(cp_size), _Int(ranks_per_node)
     of_queries = ranks if hosts is None else hosts
     _call("magi_count", mask.bands, _Int(len(mask.bands)), bounds, ranks, of_queries, *sizes, out)
-    return Counts(*out.swapaxes(0, 1))
+    return Counts.of_table(out.swapaxes(0, 1))
 
 
 def spread(arrays: list[np.ndarray], weights: list[int], aims: list[tuple[int, bool]], load: np.ndarray) -> np.ndarray:

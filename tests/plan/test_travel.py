@@ -40,7 +40,7 @@ def step_of(mask, dispatch: Dispatch, compute: Dispatch, config: MagiConfig) -> 
     bounds, node = np.arange(len(home) + 1), DEFAULT.ranks_per_node
     counts = count(ChunkedMask(mask, bounds, dispatch.cp_size), home, node, host)
     moved = Moved(*count_moves(bounds, home, host[None], dispatch.cp_size, node))
-    counts = type(counts)(*(c[None] for c in counts))
+    counts = counts.map(lambda alone: alone[None])
     rows = [max(dispatch.shard_lengths)]
     return predict_all(counts, rows, config.dispatch.rates, config.overlap, moved)[0].step_us
 

@@ -43,14 +43,15 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `megatron_magi.backends.base.LatentPart`."""
     q, kv, _, out, lse, sink_lse = with_output(inputs, why_not)
-    max_logits = lse.new_full((q.shape[1],), -torch.inf) if return_max_logits else None
+    max_logits = lse.new_full(lse.shape[1:], -torch.inf) if return_max_logits else None
+    num_rows, num_heads, _ = q.shape
     q, kv = readable(q), readable(kv)
     entries = lists_of(pattern).entries
 
     def make() -> Launch:
-        group = q.shape[1] // kv.shape[1]
+        group = num_heads // kv.shape[1]
         parts = num_blocks(group, _HEADS)
-        num_items = q.shape[0] * kv.shape[1] * parts
+        num_items = num_rows * kv.shape[1] * parts
         params = params_of("latent_forward")(
             entry_row=entries.stride(1), entry_list=entries.stride(0) if pattern.num_lists > 1 else 0,
             kv_row=kv.stride(0), kv_head=kv.stride(1), out_row=out.stride(0), out_head=out.stride(1),
