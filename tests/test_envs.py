@@ -82,6 +82,9 @@ def test_an_empty_environment_gives_the_defaults_of_the_configuration():
     assert envs.load({PREFIX + "DETERMINISTIC_MODE": " "}) == envs.load({})
 
 
+KERNEL_BACKENDS = {"ffa": "ffa", "cudnn": "cudnn", "fa4": "cudnn", "sdpa": "reference", "sdpa_ol": "torch"}
+
+
 @pytest.mark.parametrize(
     "name, text, part, field, value",
     [
@@ -89,13 +92,9 @@ def test_an_empty_environment_gives_the_defaults_of_the_configuration():
         ("SANITY_CHECK", "1", "attend", "sanity_check", True),
         ("SDPA_BACKEND", "1", "attend", "impl", "reference"),
         ("SDPA_BACKEND", "0", "attend", "impl", "auto"),
-        ("KERNEL_BACKEND", "ffa", "attend", "impl", "ffa"),
-        ("KERNEL_BACKEND", "cudnn", "attend", "impl", "cudnn"),
-        ("KERNEL_BACKEND", "fa4", "attend", "impl", "cudnn"),
+        *(("KERNEL_BACKEND", text, "attend", "impl", impl) for text, impl in KERNEL_BACKENDS.items()),
         ("FA4_BACKEND", "1", "attend", "impl", "cudnn"),
         ("FA4_BACKEND", "0", "attend", "impl", "auto"),
-        ("KERNEL_BACKEND", "sdpa", "attend", "impl", "reference"),
-        ("KERNEL_BACKEND", "sdpa_ol", "attend", "impl", "torch"),
         ("FFA_FORWARD_SM_MARGIN", "0", "attend", "forward_sm_margin", 0),
         ("FFA_BACKWARD_SM_MARGIN", "12", "attend", "backward_sm_margin", 12),
         ("BACKWARD_HIGH_PRECISION_REDUCE", "1", "comm", "backward_high_precision_reduce", True),

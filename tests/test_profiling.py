@@ -14,21 +14,28 @@ from megatron_magi.comm import group_collective
 from megatron_magi.ops import slice_passes
 
 NAME = "MAGI_ATTENTION_PROFILE_MODE"
-_RANKS = """
+_STEPS = """
 import torch, torch.distributed as dist
 from megatron_magi import make_plan, profiling
 from megatron_magi.attention import distributed_attention
 from megatron_magi.mask.builders import causal
 from megatron_magi.testing.spawn import run_ranks
 
-def run(rank, num_ranks):
-    plan = make_plan(causal(64), cp_size=2).for_rank(rank)
-    q, k, v = (torch.randn(plan.num_rows, 2, 8, requires_grad=True) for _ in range(3))
-    for i in range(3):
+def steps(rank, num_tokens, num_steps, heads, head_dim, **options):
+    plan = make_plan(causal(num_tokens), cp_size=2).for_rank(rank)
+    q, k, v = (torch.randn(plan.num_rows, n, head_dim, **options, requires_grad=True) for n in heads)
+    for i in range(1 + num_steps):
         if i == 1:
             profiling.reset()
         distributed_attention(q, k, v, plan, dist.group.WORLD)[0].sum().backward()
     return [tuple(row) for row in profiling.rows()], plan.area
+"""
+"""Forwards and backwards of a rank, the first of which is not recorded: the recorded rows, and the rank's area."""
+_RANKS = (
+    _STEPS
+    + """
+def run(rank, num_ranks):
+    return steps(rank, 64, 2, (2, 2, 2), 8)
 
 if __name__ == "__main__":
     (rows, area), _ = run_ranks(run, 2)
@@ -41,6 +48,7 @@ if __name__ == "__main__":
     assert all(0 < share <= 1 for *_, share in found.values()), rows
     print("as expected")
 """
+)
 _ALONE = """
 import torch
 from megatron_magi.mask.builders import causal
@@ -67,23 +75,12 @@ assert 0.2 < forward.share + backward.share <= 1
 print(profiling.summary())
 """
 
-_ONE_LAUNCH = """
-import torch, torch.distributed as dist
-from megatron_magi import make_plan, profiling
-from megatron_magi.attention import distributed_attention
-from megatron_magi.mask.builders import causal
-from megatron_magi.testing.spawn import run_ranks
-
+_ONE_LAUNCH = (
+    _STEPS
+    + """
 def run(rank, num_ranks):
     torch.cuda.set_device(rank)
-    plan = make_plan(causal(8192), cp_size=2).for_rank(rank)
-    q, k, v = (torch.randn(plan.num_rows, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-               for n in (8, 2, 2))
-    for i in range(4):
-        if i == 1:
-            profiling.reset()
-        distributed_attention(q, k, v, plan, dist.group.WORLD)[0].sum().backward()
-    return [tuple(row) for row in profiling.rows()], plan.area
+    return steps(rank, 8192, 3, (8, 2, 2), 128, device="cuda", dtype=torch.bfloat16)
 
 if __name__ == "__main__":
     for rows, area in run_ranks(run, 2, backend="nccl"):
@@ -95,6 +92,7 @@ if __name__ == "__main__":
         assert found["kernel", "magi_get_rows"][0] == 6 and ("collective", "group_cast") not in found, rows
     print("as expected")
 """
+)
 
 
 def run(text: str, tmp_path) -> str:

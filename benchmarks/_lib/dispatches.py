@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import Dispatch, cpp_solver, dispatch_from_chunks
+from megatron_magi.plan.chunks import ChunkedMask
 from megatron_magi.plan.counts import Counts, count
 
 
@@ -25,4 +26,4 @@ def contiguous(total_seqlen: int, cp_size: int) -> Dispatch:
 def count_dispatch(mask: AttnMask, dispatch: Dispatch, ranks_per_node: int) -> Counts:
     """Counts of a dispatch."""
     counts = cpp_solver.count if cpp_solver.available() else count
-    return counts(mask, dispatch.chunk_bounds, dispatch.chunk_rank, dispatch.cp_size, ranks_per_node)
+    return counts(ChunkedMask(mask, dispatch.chunk_bounds, dispatch.cp_size), dispatch.chunk_rank, ranks_per_node)

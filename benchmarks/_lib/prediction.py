@@ -8,7 +8,7 @@ from benchmarks._lib.results import Row
 from megatron_magi.config import CostModel, DispatchConfig, OverlapConfig
 from megatron_magi.cost_model import Rates
 from megatron_magi.mask import AttnMask
-from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.chunks import ChunkedMask, chunk_bounds
 from megatron_magi.plan.dispatch import candidates, predictions
 from megatron_magi.plan.predict import Prediction
 
@@ -35,9 +35,9 @@ def predicted(
 ) -> tuple[dict[str, np.ndarray], dict[str, Prediction]]:
     """Candidates and their predictions."""
     config = DispatchConfig(rates=rates)
-    bounds = chunk_bounds(mask.total_seqlen_q, num_ranks, config)
-    found = candidates(mask, bounds, num_ranks, config)
-    return found, predictions(found, mask, bounds, num_ranks, config, overlap)
+    chunked = ChunkedMask(mask, chunk_bounds(mask.total_seqlen_q, num_ranks, config), num_ranks)
+    found = candidates(chunked, config)
+    return found, predictions(found, chunked, config, overlap)
 
 
 def by_case(rows: list[Row]) -> dict[tuple[str, ...], list[Row]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import platform
@@ -31,8 +32,26 @@ def provenance() -> dict[str, str]:
     }
 
 
-def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Writes a table with its provenance in leading ``#`` lines."""
+def table_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of the command line of a benchmark that prints a table, with ``--csv``.
+
+    Args:
+        description: the module's.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", help="also write the rows to this file")
+    return parser
+
+
+def print_row(header: Sequence[str], row: Sequence[Any]) -> None:
+    """A line of ``name=value`` for a row, without its empty cells."""
+    print("  ".join(f"{name}={cell}" for name, cell in zip(header, row, strict=True) if cell != ""), flush=True)
+
+
+def write_csv(path: str | Path | None, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Writes a table with its provenance in leading ``#`` lines; without a path nothing."""
+    if path is None:
+        return
     with open(path, "w", newline="") as file:
         for name, value in provenance().items():
             file.write(f"# {name}: {value}\n")

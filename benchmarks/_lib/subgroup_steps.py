@@ -54,7 +54,7 @@ def predict_subgroups(
             mask = builders.varlen(doc_lengths=of_group.tolist(), causal=is_causal)
             counts = count_dispatch(mask, dispatch, rates.ranks_per_node)
             done[ranks] = done[ranks].max() + predict(counts, max(dispatch.shard_lengths), rates, overlap).step_us
-            area[ranks] += counts.area.sum(axis=0)
+            area[ranks] += counts.work.area.sum(axis=0)
             rows[ranks] += np.array(dispatch.shard_lengths)
             received[ranks] += counts.received.sum(axis=0)
     return SubgroupStep(float(done.max()), area, rows, received)

@@ -16,7 +16,6 @@ over the same links as the others.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from benchmarks._lib.charts.collectives import draw
 from benchmarks._lib.level_args import level_args
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, table_parser, write_csv
 from benchmarks._lib.results import read_results
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
 from megatron_magi.comm.groups import all_gather_single
@@ -152,7 +151,7 @@ def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: lis
                 far = far_bytes(way, num_bytes, num_ranks, per_node or [*ranks_per_node, num_ranks][0])
                 rows.append([operation, way, num_ranks, num_bytes, *times, far])
                 if rank == 0:
-                    print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
+                    print_row(HEADER, rows[-1])
             if rank == 0 and path:
                 write_csv(path, HEADER, rows)
             del run
@@ -164,8 +163,7 @@ def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: lis
 
 def main() -> None:
     """Measures on all GPUs of the machine."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes that a rank receives")
     parser.add_argument(
         "--ranks-per-node", type=int, nargs="*", default=[], help="also in two levels, with so many GPUs for a node"

@@ -5,14 +5,13 @@ python -m benchmarks.collectives.bench_nccl_host_memory [--csv FILE]
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import torch
 import torch.distributed as dist
 
 from benchmarks._lib.memory import resident_mib
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import table_parser, write_csv
 from megatron_magi.testing.spawn import run_ranks
 
 HEADER = ["rank", "before_mib", "after_mib"]
@@ -29,13 +28,11 @@ def measure(rank: int, num_ranks: int) -> list:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     args = parser.parse_args()
     rows = run_ranks(measure, torch.cuda.device_count(), timeout_s=120.0, backend="nccl")
     print(*(",".join(map(str, row)) for row in (HEADER, *rows)), sep="\n")
-    if args.csv:
-        write_csv(args.csv, HEADER, rows)
+    write_csv(args.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from benchmarks._lib.batches import DISTRIBUTED, ONE_LAUNCH
 from benchmarks._lib.cases import Case
 from benchmarks._lib.charts.distributed import draw, read_rows, write_rows
 from benchmarks._lib.dispatches import contiguous, zigzag
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from benchmarks._lib.trace import hidden_share
 from megatron_magi.attention import distributed_attention
 from megatron_magi.config import AttendConfig, CommConfig, CommImpl, CostModel, MagiConfig, OverlapConfig
@@ -282,9 +282,8 @@ def measure_all(rank: int, num_ranks: int, options: argparse.Namespace) -> None:
                 torch.cuda.empty_cache()
             if rank == 0:
                 for row in rows[-len(options.ways) :]:
-                    print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True) if c != ""), flush=True)
-                if options.csv:
-                    write_csv(options.csv, HEADER, rows)
+                    print_row(HEADER, row)
+                write_csv(options.csv, HEADER, rows)
 
 
 def main() -> None:

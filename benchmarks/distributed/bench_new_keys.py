@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._lib.batches import WARM_UP, make_mask
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, table_parser, write_csv
+from benchmarks._lib.ranks import join_ranks
 from megatron_magi.api import DistAttnRuntimeKey as Key
 from megatron_magi.api import calc_attn, clear_cache, dispatch, get_position_ids, magi_attn_varlen_key
 
@@ -123,8 +124,7 @@ def measure_keys(name: str, tokens: int, options: argparse.Namespace) -> list[li
 
 def main() -> None:
     """Measures on all ranks, and prints on the first."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     cases = [f"{name}:{tokens}" for tokens in (8192, 32768) for name in ("8", "64", "short")]
     parser.add_argument("--cases", nargs="*", default=cases, help="documents (a number, short):tokens a GPU")
     parser.add_argument("--layers", type=int, default=16)
@@ -132,20 +132,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="keys alone, without a GPU")
     options = parser.parse_args()
-    dist.init_process_group("gloo" if options.cpu else "nccl")
-    if options.cpu:
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    join_ranks(options.cpu)
     rows = []
     for case in options.cases:
         name, tokens = case.split(":")
         rows += (measure_keys if options.cpu else measure)(name, int(tokens), options)
         if dist.get_rank() == 0:
             for row in rows[-1 if options.cpu else -2 :]:
-                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
-            if options.csv:
-                write_csv(options.csv, HEADER, rows)
+                print_row(HEADER, row)
+            write_csv(options.csv, HEADER, rows)
     dist.destroy_process_group()
 
 

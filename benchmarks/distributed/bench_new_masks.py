@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks._lib.batches import WARM_UP, make_mask
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, table_parser, write_csv
 from megatron_magi.attention import AttnShape, PreparedBatch, StaticPlans, distributed_attention, prepare_batch
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90 import program as hopper_program
@@ -275,16 +275,14 @@ def measure_all(rank: int, num_ranks: int, port: int, options: argparse.Namespac
         )
         if rank == 0:
             for row in rows[-len(options.ways) :]:
-                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
-            if options.csv:
-                write_csv(options.csv, HEADER, rows)
+                print_row(HEADER, row)
+            write_csv(options.csv, HEADER, rows)
     dist.destroy_process_group()
 
 
 def main() -> None:
     """Measures on all GPUs of the machine."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     cases = [f"{name}:{tokens}" for tokens in (8192, 32768) for name in ("64", "short", "8", "causal")]
     parser.add_argument("--cases", nargs="*", default=cases, help="documents (a number, short, causal):tokens a GPU")
     parser.add_argument(

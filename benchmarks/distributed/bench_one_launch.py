@@ -10,7 +10,6 @@ on top; the time that the host needs to issue a call; and kernels and copies on 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._lib.batches import make_mask
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, table_parser, write_csv
 from megatron_magi.attention import distributed, distributed_attention
 from megatron_magi.attention.fused_comm import joined_bands
 from megatron_magi.backends.registry import backend_that
@@ -147,15 +146,14 @@ def measure_all(
         rows += new
         if rank == 0:
             for row in new:
-                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
+                print_row(HEADER, row)
             if csv:
                 write_csv(csv, HEADER, rows)
 
 
 def main() -> None:
     """Measures on all GPUs of the machine."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     parser.add_argument("--cases", nargs="+", default=CASES, help="kinds of masks and tokens a GPU")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--traces", help="folder for a trace of one call of each row and rank")

@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
+from benchmarks._lib.ranks import join_ranks
 from megatron_magi import api
 from megatron_magi.calibration import present_rates
 from megatron_magi.plan.sparse_ways import SparseShape, ways_us
@@ -190,11 +191,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10, help="that count")
     parser.add_argument("--cpu", action="store_true", help="over gloo, small")
     options = parser.parse_args()
-    dist.init_process_group("gloo" if options.cpu else "nccl")
-    if options.cpu:
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    join_ranks(options.cpu)
     setting, rows = Setting.of(options.cpu), []
     for num_keys in options.keys:
         for pattern in options.patterns:
@@ -204,9 +201,8 @@ def main() -> None:
                 api.clear_cache()
                 if dist.get_rank() == 0:
                     for row in made:
-                        print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
-                    if options.csv:
-                        write_csv(options.csv, HEADER, rows)
+                        print_row(HEADER, row)
+                    write_csv(options.csv, HEADER, rows)
     dist.destroy_process_group()
 
 

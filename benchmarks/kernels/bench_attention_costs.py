@@ -205,8 +205,7 @@ def main() -> None:
     if "options" in args.parts:
         for length, name in itertools.product(args.lengths, args.masks):
             add(option_ratios(name, length))
-    if args.csv:
-        write_csv(args.csv, HEADER, [(*r[:3], round(r[3], 4), r[4], round(r[5], 4)) for r in rows])
+    write_csv(args.csv, HEADER, [(*r[:3], round(r[3], 4), r[4], round(r[5], 4)) for r in rows])
 
 
 if __name__ == "__main__":

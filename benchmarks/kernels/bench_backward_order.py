@@ -125,8 +125,7 @@ def main() -> None:
             rows.append(row)
             print(*row, sep=",", flush=True)
         torch.cuda.empty_cache()
-        if args.csv:
-            write_csv(args.csv, HEADER, rows)
+        write_csv(args.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi.attention import distributed_attention
 from megatron_magi.mask.builders import varlen
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
@@ -133,10 +133,9 @@ def main() -> None:
             passes = list(zip(*measure(attend[name], args.steps, device), strict=True))
             figures = [*map(statistics.median, passes), *map(min, passes)]
             rows.append([name, *(f"{us:.1f}" for us in figures)])
-            print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
+            print_row(HEADER, rows[-1])
         dist.destroy_process_group()
-    if args.csv:
-        write_csv(args.csv, HEADER, rows)
+    write_csv(args.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,7 @@ def main() -> None:
         for exponent in EXPONENTS:
             rows += [[name, *row] for row in measure(exponent, DTYPES[name], args.impls, device)]
             print(*(",".join(map(str, row)) for row in rows[-len(args.impls) :]), sep="\n", flush=True)
-    if args.csv:
-        write_csv(args.csv, HEADER, rows)
+    write_csv(args.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -99,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for impl in args.impls:
             rows += measure(impl, length, args.layers, args.steps, args.rounds)
             print(",".join(map(str, rows[-1])), flush=True)
-            if args.csv:
-                write_csv(args.csv, HEADER, rows)
+            write_csv(args.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

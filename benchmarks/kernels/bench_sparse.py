@@ -135,8 +135,7 @@ def main() -> None:
         for row in measure(case, args.seconds, args.peers, args.forward_only):
             rows.append(row)
             print(*row, sep=",", flush=True)
-        if args.csv:
-            write_csv(args.csv, HEADER, rows)
+        write_csv(args.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

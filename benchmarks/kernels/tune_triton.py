@@ -8,7 +8,6 @@ fit the GPU say so. A backward is timed whole, with the sizes of one of its kern
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ from typing import get_args
 
 import torch
 
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import table_parser, write_csv
 from megatron_magi.backends.triton import attention, tuning
 from megatron_magi.backends.triton.tuning import Kernel, Sizes
 from megatron_magi.mask import builders
@@ -95,8 +94,7 @@ def measure(kernel: Kernel, dim: int, length: int) -> list[list]:
 
 def main() -> None:
     """Measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--kernels", nargs="+", choices=get_args(Kernel), default=list(get_args(Kernel)))
     parser.add_argument("--length", type=int, default=16384)
@@ -104,8 +102,7 @@ def main() -> None:
     rows = []
     for dim, kernel in itertools.product(args.head_dims, args.kernels):
         rows += measure(kernel, dim, args.length)
-        if args.csv:
-            write_csv(args.csv, HEADER, rows)
+        write_csv(args.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from benchmarks._lib.provenance import write_csv
 from megatron_magi.config import CostModel, DispatchConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.packing import BalancedSampler, causal_area, causal_work
-from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.chunks import ChunkedMask, chunk_bounds
 from megatron_magi.plan.dispatch import candidates, fastest, predictions
 
 OVERLAP = OverlapConfig(cost=CostModel(num_heads_q=32, num_heads_kv=8, head_dim=128))
@@ -122,8 +122,8 @@ def attention_us(lengths: tuple[int, ...], cp: int) -> float:
     """The predicted attention of a layer over a microbatch."""
     mask = builders.varlen(doc_lengths=lengths, causal=True)
     config = DispatchConfig()
-    bounds = chunk_bounds(mask.total_seqlen_q, cp, config)
-    found = predictions(candidates(mask, bounds, cp, config), mask, bounds, cp, config, OVERLAP)
+    chunked = ChunkedMask(mask, chunk_bounds(mask.total_seqlen_q, cp, config), cp)
+    found = predictions(candidates(chunked, config), chunked, config, OVERLAP)
     return found[fastest(found)].device_us
 
 
@@ -165,8 +165,7 @@ def main(argv: list[str] | None = None) -> list[tuple]:
             facts = (case.lengths, packer.__name__, case.max_tokens, case.microbatches, case.cp, case.dp)
             rows.append((*facts, *(f"{x:.1f}" for x in figures), f"{relative:.3f}"))
             print(*(f"{value:>21}" for value in rows[-1]), sep="", flush=True)
-    if args.csv:
-        write_csv(args.csv, HEADER, rows)
+    write_csv(args.csv, HEADER, rows)
     return rows
 
 

@@ -9,7 +9,6 @@ predicts for 32 query and 8 key heads of 128.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from benchmarks._lib.batches import SEEDS, PackedCase
 from benchmarks._lib.dispatches import contiguous, zigzag
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import table_parser, write_csv
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import Dispatch, Plan, make_plan
@@ -51,8 +50,7 @@ def _timed(mask: AttnMask, cp_size: int, config: MagiConfig, dispatch: Dispatch 
 
 def main() -> None:
     """Prints the table; the worst balance and the mean of the rest over the seeds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     path = parser.parse_args().csv
     header = ["tokens", "documents", "ranks", "dispatch", "worst_balance", "mean_fetch", "max_fetch", "plan_s"]
     print("".join(f"{h:>18}" for h in header))

@@ -11,14 +11,13 @@ an H100. ``plan_ms`` is the CPU time of the choice by groups.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 
 from benchmarks._lib.batches import DISTRIBUTED
 from benchmarks._lib.dispatches import contiguous, zigzag
 from benchmarks._lib.prediction import OVERLAP
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, table_parser, write_csv
 from megatron_magi.backends.sm90.cost import H100
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.plan.head_groups import copies_us
@@ -55,8 +54,7 @@ def rows(name: str, tokens: int, gpus: int, groups: list[int]) -> list[list]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     parser.add_argument("--gpus", type=int, nargs="*", default=[2, 8, 64])
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768], help="tokens a GPU")
     parser.add_argument("--masks", nargs="*", default=list(DISTRIBUTED), choices=DISTRIBUTED)
@@ -65,10 +63,9 @@ def main() -> None:
     lines = []
     for tokens, name, gpus in itertools.product(options.tokens, options.masks, options.gpus):
         for line in rows(name, tokens, gpus, options.groups):
-            print("  ".join(f"{h}={c}" for h, c in zip(HEADER, line, strict=True)), flush=True)
+            print_row(HEADER, line)
             lines.append(line)
-    if options.csv:
-        write_csv(options.csv, HEADER, lines)
+    write_csv(options.csv, HEADER, lines)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,7 @@ def main() -> None:
     for tokens, num_ranks in CASES:
         rows.append(measure(corpus, tokens, num_ranks, args.batches))
         print(*rows[-1], sep=",", flush=True)
-    if args.csv:
-        write_csv(args.csv, HEADER, rows)
+    write_csv(args.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks._lib.batches import make_mask
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi import envs
 from megatron_magi.api.configuration import magi_config
 from megatron_magi.api.masks import mask_of_key
@@ -82,9 +82,8 @@ def main() -> None:
     for case in options.cases:
         name, tokens = case.split(":")
         rows.append(measure(name, int(tokens), options.ranks, options.masks, options.runs))
-        print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
-    if options.csv:
-        write_csv(options.csv, HEADER, rows)
+        print_row(HEADER, rows[-1])
+    write_csv(options.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

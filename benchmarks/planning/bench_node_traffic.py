@@ -8,13 +8,12 @@ Means over batches of packed causal documents (those of `bench_dispatch.py`), as
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import numpy as np
 
 from benchmarks._lib.batches import SEEDS, PackedCase
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, table_parser, write_csv
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.plan import Plan, make_plan
 
@@ -52,8 +51,7 @@ def planned(case: PackedCase, seed: int, per_node: int | None) -> tuple[Plan, fl
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     path = parser.parse_args().csv
     rows = []
     for case, per_node in CASES:
@@ -71,7 +69,7 @@ def main() -> None:
             share, took = np.array(values).T
             figures = [f"{share.mean():.3f}", f"{np.median(took):.1f}"]
             rows.append([case.total_seqlen, case.num_documents, case.cp_size, per_node, way, *figures])
-            print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
+            print_row(HEADER, rows[-1])
     if path:
         write_csv(path, HEADER, rows)
 

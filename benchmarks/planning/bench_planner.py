@@ -10,12 +10,11 @@ time of one thread, which is what passes on a machine that does nothing else.
 
 from __future__ import annotations
 
-import argparse
 import time
 from unittest import mock
 
 from benchmarks._lib.batches import PackedCase
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import table_parser, write_csv
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.plan import cpp_solver, make_plan
 from megatron_magi.plan import plan as plan_module
@@ -51,8 +50,7 @@ def timed(case: PackedCase, planner: str, seed: int) -> tuple[float, float]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=60.0)
     args = parser.parse_args()
@@ -69,8 +67,7 @@ def main() -> None:
             figures = (len(found), f"{best[0]:.1f}", f"{best[1]:.1f}")
             rows.append([case.total_seqlen, case.num_documents, case.cp_size, planner, *figures])
             print("".join(f"{c!s:>13}" for c in rows[-1]), flush=True)
-    if args.csv:
-        write_csv(args.csv, header, rows)
+    write_csv(args.csv, header, rows)
 
 
 if __name__ == "__main__":

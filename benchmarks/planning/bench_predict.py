@@ -32,14 +32,14 @@ from benchmarks._lib.batches import DISTRIBUTED, ONE_LAUNCH, predicted_mask
 from benchmarks._lib.charts.distributed import MASKS as MASK_TITLES
 from benchmarks._lib.dispatches import count_dispatch
 from benchmarks._lib.prediction import HEAD_DIM, HEADS_KV, HEADS_Q, OVERLAP, OVERLAPS, by_case, predicted
-from benchmarks._lib.provenance import provenance, write_csv
+from benchmarks._lib.provenance import print_row, provenance, table_parser, write_csv
 from benchmarks._lib.results import Row
 from megatron_magi.attention import distributed_attention
 from megatron_magi.calibration import present_rates
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.cost_model import Rates
 from megatron_magi.plan import RankPlan, cpp_solver, dispatch_from_chunks, make_plan
-from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.chunks import ChunkedMask, chunk_bounds
 from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.dispatch import candidates, fastest
 from megatron_magi.plan.plan import make_dispatch
@@ -162,9 +162,10 @@ def fit(rows: list[Row], rates: Rates, ways: list[Row]) -> Rates:
     for (name, tokens, ranks, one_launch), mine in by_case(rows).items():
         mask, config = predicted_mask(name, int(tokens) * int(ranks), int(ranks)), DispatchConfig(rates=rates)
         bounds = chunk_bounds(mask.total_seqlen_q, int(ranks), config)
-        found = candidates(mask, bounds, int(ranks), config)
+        chunked = ChunkedMask(mask, bounds, int(ranks))
+        found = candidates(chunked, config)
         cases.append((OVERLAPS[one_launch], {
-            row["dispatch"]: (cpp_solver.count(mask, bounds, found[row["dispatch"]], int(ranks), rates.ranks_per_node),
+            row["dispatch"]: (cpp_solver.count(chunked, found[row["dispatch"]], rates.ranks_per_node),
                               int(sum_by_rank(found[row["dispatch"]], np.diff(bounds), int(ranks)).max()),
                               float(row["measured_ms"]), float(row["forward_ms"]))
             for row in mine if row["dispatch"] in found
@@ -267,8 +268,7 @@ def _read(text: str) -> list[Row]:
 
 def main() -> None:
     """Measures, or reads what was measured; predicts, and says how good the choices are."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     parser.add_argument("--from", dest="measured", help="a file of an earlier run: nothing is measured")
     parser.add_argument("--fit", help="with --from: writes the rates that explain it best to this file, and ends")
     parser.add_argument("--and", dest="more", nargs="*", default=[], help="with --fit: files of other runs")
@@ -301,7 +301,7 @@ def main() -> None:
         rows = [dict(zip(HEADER[:7], map(str, row), strict=True)) for row in found]
     table = list(with_predictions(rows, rates))
     for row in table:
-        print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)))
+        print_row(HEADER, row)
     if options.csv and head:
         with open(options.csv, "w", newline="") as file:
             file.write(head)

@@ -8,13 +8,12 @@ Packed causal documents, 32:8 heads of 128, for the Hopper kernels; each repetit
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import torch
 
 from benchmarks._lib.batches import PackedCase
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import table_parser, write_csv
 from megatron_magi.attention import AttnShape, prepare_batch
 from megatron_magi.backends.tiles import cpp_tiles
 from megatron_magi.config import DispatchConfig, MagiConfig
@@ -41,8 +40,7 @@ def timed(case: PackedCase, planner: str, seed: int) -> float:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     header = ["tokens", "documents", "ranks", "tiles", "repeats", "prepare_ms"]
@@ -53,8 +51,7 @@ def main() -> None:
             best = min(timed(case, planner, seed) for seed in range(args.repeats))
             rows.append([case.total_seqlen, case.num_documents, case.cp_size, planner, args.repeats, f"{best:.2f}"])
             print("".join(f"{c!s:>13}" for c in rows[-1]), flush=True)
-    if args.csv:
-        write_csv(args.csv, header, rows)
+    write_csv(args.csv, header, rows)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ smaller tolerance fetched: above 1.05 the run fails.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 
 import numpy as np
 
 from benchmarks._lib.batches import PackedCase
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import table_parser, write_csv
 from megatron_magi.config import DispatchConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import make_dispatch
@@ -57,8 +56,7 @@ def rises(fetched: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     """Prints the table, and fails where a wider tolerance fetches more."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     for name, default in (("seeds", 50), ("tokens", 1 << 20), ("documents", 500), ("ranks", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
@@ -76,8 +74,7 @@ def main() -> None:
             table.append([args.tokens, args.documents, args.ranks, kind, tolerance, *figures])
             print("".join(f"{c!s:>15}" for c in table[-1]), flush=True)
     print(f"worst rise of the rows fetched: {worst:.4f}")
-    if args.csv:
-        write_csv(args.csv, header, table)
+    write_csv(args.csv, header, table)
     sys.exit(f"a wider tolerance fetches {worst:.3f} times the rows" if worst > MOST_RISE else 0)
 
 

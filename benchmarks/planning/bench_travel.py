@@ -10,11 +10,10 @@ largest areas over the mean, of the first batch.
 
 from __future__ import annotations
 
-import argparse
 import time
 
 from benchmarks._lib.batches import PackedCase
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, table_parser, write_csv
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.plan import cpp_solver, given_dispatch, make_plan
 from megatron_magi.plan.travel import Choice, choose_hosts
@@ -64,8 +63,7 @@ def row(case: PackedCase, layout: str, planner: str, repeats: int, seconds: floa
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=20.0)
     args = parser.parse_args()
@@ -74,9 +72,8 @@ def main() -> None:
         for layout in LAYOUTS:
             for planner in ("python", "native") if cpp_solver.available() else ("python",):
                 rows.append(row(case, layout, planner, args.repeats, args.seconds))
-                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
-    if args.csv:
-        write_csv(args.csv, HEADER, rows)
+                print_row(HEADER, rows[-1])
+    write_csv(args.csv, HEADER, rows)
 
 
 if __name__ == "__main__":

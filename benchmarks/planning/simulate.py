@@ -41,7 +41,7 @@ from benchmarks._lib.cases import log_uniform_lengths, short_documents
 from benchmarks._lib.dispatches import contiguous, count_dispatch, zigzag
 from benchmarks._lib.llama import GROUPS, HEAD_DIM, HEADS, NUM_LAYERS, WINDOW
 from benchmarks._lib.prediction import OVERLAP, OVERLAPS, by_case, overlap_of, predicted
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from benchmarks._lib.results import FOLDERS, find_results, read_results
 from benchmarks._lib.subgroup_steps import predict_subgroups
 from megatron_magi.backends.sm90.cost import H100
@@ -49,6 +49,7 @@ from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.cost_model import Rates
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import Dispatch, cpp_solver, dispatch_from_chunks, make_plan
+from megatron_magi.plan.chunks import ChunkedMask
 from megatron_magi.plan.counts import Counts, count
 from megatron_magi.plan.plan import make_dispatch
 from megatron_magi.plan.predict import Prediction, predict
@@ -114,7 +115,9 @@ def rows_between_nodes(mask: AttnMask, dispatch: Dispatch, ranks_per_node: int) 
         return 0.0
     counts = cpp_solver.count if cpp_solver.available() else count
     nodes = dispatch.chunk_rank // ranks_per_node
-    return float(counts(mask, dispatch.chunk_bounds, nodes, num_nodes, 1).received.sum()) / dispatch.cp_size
+    return (
+        float(counts(ChunkedMask(mask, dispatch.chunk_bounds, num_nodes), nodes, 1).received.sum()) / dispatch.cp_size
+    )
 
 
 def row(name: str, tokens: int, gpus: int, rates: Rates, overlap: OverlapConfig = OVERLAP) -> list:
@@ -123,7 +126,7 @@ def row(name: str, tokens: int, gpus: int, rates: Rates, overlap: OverlapConfig 
     dispatch = make_dispatch(mask, DispatchConfig(rates=rates), gpus, overlap)
     plan_s = time.perf_counter() - begin
     step = simulate(mask, dispatch, rates, overlap)
-    area, mib = step.counts.area.sum(axis=0), overlap.cost.row_bytes / 2**20
+    area, mib = step.counts.work.area.sum(axis=0), overlap.cost.row_bytes / 2**20
     near, far = step.counts.received.mean(axis=1) * mib
     once = rows_between_nodes(mask, dispatch, rates.ranks_per_node) * mib
     flops = 14.0 * mask.area * overlap.cost.num_heads_q * overlap.cost.head_dim / gpus
@@ -417,10 +420,9 @@ def main() -> None:
         cases = [] if options.earlier else itertools.product(options.tokens, options.masks, options.gpus)
         for tokens, name, gpus in cases:
             for line in layout_rows(name, tokens, gpus, rates):
-                print("  ".join(f"{h}={c}" for h, c in zip(LAYOUT_HEADER, line, strict=True)), flush=True)
+                print_row(LAYOUT_HEADER, line)
                 lines.append(line)
-        if options.csv:
-            write_csv(options.csv, LAYOUT_HEADER, lines)
+        write_csv(options.csv, LAYOUT_HEADER, lines)
         if options.chart:
             draw_layouts(options.chart, lines)
         return
@@ -436,9 +438,8 @@ def main() -> None:
     else:
         for tokens, name, gpus in itertools.product(options.tokens, options.masks, options.gpus):
             rows.append(row(name, tokens, gpus, rates))
-            print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
-    if options.csv:
-        write_csv(options.csv, HEADER, rows)
+            print_row(HEADER, rows[-1])
+    write_csv(options.csv, HEADER, rows)
     if options.chart:
         draw(options.chart, rows, checked)
 

@@ -262,8 +262,7 @@ def main() -> None:
     )
     rows = [[num_ranks, *counts, *(f"{x:.1f}" for x in rest)]
             for *counts, a, b, c, d in found[0]["memory"] for rest in [(a, b, c, d)]]  # fmt: skip
-    if options.csv:
-        write_csv(options.csv, HEADER, rows)
+    write_csv(options.csv, HEADER, rows)
     wrong, at = sum(r["wrong"] for r in found), 1 + len(MADE)
     grown = {name: max(growth(r["memory"], at + i) for r in found) for i, name in enumerate(GROWN_MB)}
     print(f"{wrong} wrong in {found[0]['compared']} compared calls of {found[0]['made']} on {num_ranks} ranks; "

@@ -130,8 +130,7 @@ def main() -> None:
     num_ranks = torch.cuda.device_count()
     found = run_ranks(check, num_ranks, options.calls, "cuda", tuple(options.impls), timeout_s=600.0, backend="nccl")
     rows = [[num_ranks, call, *(f"{x:.1f}" for x in rest)] for call, *rest in found[0]["memory"]]
-    if options.csv:
-        write_csv(options.csv, HEADER, rows)
+    write_csv(options.csv, HEADER, rows)
     wrong, checked = sum(r["wrong"] for r in found), found[0]["checked"]
     grown = {name: max(growth(r["memory"], i) for r in found) for i, name in ((1, "device"), (2, "torch"), (3, "host"))}
     print(f"{wrong} wrong values in {checked} checked pairs of calls on {num_ranks} ranks; MB grown: {grown}")

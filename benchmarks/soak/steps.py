@@ -10,7 +10,6 @@ that. Runs on CPUs too.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks._lib.batches import PackedCase
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, table_parser, write_csv
 from megatron_magi.attention import AttnShape, PreparedBatch, distributed_attention, prepare_batch
 from megatron_magi.config import MagiConfig, OverlapConfig
 from megatron_magi.plan import make_plan
@@ -112,8 +111,7 @@ def growth(rows: list[list]) -> list[str]:
 
 def main() -> None:
     """In every rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--tokens", type=int, default=1024, help="a rank")
     parser.add_argument("--workers", type=int, default=4)
@@ -133,9 +131,8 @@ def main() -> None:
         rows += found
         if dist.get_rank() == 0:
             for seen in found:
-                print("  ".join(f"{h}={v}" for h, v in zip(HEADER, seen, strict=True)), flush=True)
-            if options.csv:
-                write_csv(options.csv, HEADER, rows)
+                print_row(HEADER, seen)
+            write_csv(options.csv, HEADER, rows)
     dist.destroy_process_group()
     sys.exit("\n".join(growth(rows)) or 0)
 

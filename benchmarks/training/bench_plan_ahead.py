@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks._lib.llama import model_args
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
+from benchmarks._lib.ranks import join_ranks
 from benchmarks._lib.trainer import TrainingSession
 from megatron_magi import cpu_device
 from megatron_magi.demo.corpus import Corpus, build_corpus, load_corpus
@@ -107,9 +108,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out, options.corpus = options.out.resolve(), options.corpus.resolve()
     cpu_device.install()
-    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    join_ranks(on_cpu=not torch.cuda.is_available())
     is_made = (options.corpus / "corpus.json").exists()
     corpus = load_corpus(options.corpus) if is_made else build_corpus(options.corpus)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -118,7 +117,7 @@ def main() -> None:
         rows += measure(session, receiver, corpus, tokens, options)
         if os.environ["RANK"] == "0":
             for row in rows[-2:]:
-                print("  ".join(f"{h}={v}" for h, v in zip(HEADER, row, strict=True)), flush=True)
+                print_row(HEADER, row)
             write_csv(options.out / "ahead.csv", HEADER, rows)
     sys.stdout.flush()
     os._exit(0)

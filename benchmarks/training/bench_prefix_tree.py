@@ -166,8 +166,7 @@ def main(argv: list[str] | None = None) -> list[tuple]:
     for ratio in RATIOS:
         rows.append(compare(model, args, ratio))
         print(*(f"{value:>18}" for value in rows[-1]), sep="", flush=True)
-        if args.csv:
-            write_csv(args.csv, HEADER, rows)
+        write_csv(args.csv, HEADER, rows)
     return rows
 
 

@@ -54,6 +54,7 @@ from benchmarks._lib.charts.training import draw
 from benchmarks._lib.llama import HEAD_DIM, MODELS, VOCABULARY, WINDOW, Model, model_args, world_size
 from benchmarks._lib.no_attention import no_attention
 from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.ranks import join_ranks
 from benchmarks._lib.trainer import Training, TrainingSession
 
 MASKS = ("causal", "documents", "window_sink")
@@ -427,9 +428,7 @@ def main() -> None:
     from megatron_magi import cpu_device
 
     cpu_device.install()
-    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    join_ranks(on_cpu=not torch.cuda.is_available())
     if _main_rank():
         runs = options.runs or [("", "", max(options.lengths), None)]
         tokens = max(tokens * (options.warm_up + (steps or options.steps) + 2) for _, _, tokens, steps in runs)

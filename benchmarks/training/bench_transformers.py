@@ -28,7 +28,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi.hf import MagiParallelismConfig
 
 VOCABULARY = 32_000
@@ -160,7 +160,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         if rank == 0:
-            print("  ".join(f"{n}={v}" for n, v in zip(HEADER, rows[-1], strict=True)), flush=True)
+            print_row(HEADER, rows[-1])
             write_csv(args.csv, HEADER, rows)
     if dist.is_initialized():
         dist.destroy_process_group()

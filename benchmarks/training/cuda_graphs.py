@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks._lib import graph_masks
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi.demo.corpus import build_corpus
 from megatron_magi.testing.megatron_launch import LOSS_LOG, PRETRAIN_GPT, PRETRAIN_HYBRID, tiny_gpt_args
 from megatron_magi.testing.megatron_rank import Request, output_path, watch
@@ -151,7 +151,7 @@ def main() -> None:
                 faults.append(f"{name}: not captured as it should be")
             if name in ("te_modules", "te_local") and not re.search(r"CUDA Graphs? capture|Creating \d+ CUDA", text):
                 faults.append(f"{name}: nothing captured")
-            print("  ".join(f"{h}={v}" for h, v in zip(HEADER, rows[-1], strict=True)), flush=True)
+            print_row(HEADER, rows[-1])
             write_csv(options.out / f"graphs_training_{options.cp_size}.csv", HEADER, rows)
     if faults:
         sys.exit("; ".join(faults))

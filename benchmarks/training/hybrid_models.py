@@ -31,7 +31,8 @@ from pathlib import Path
 import torch
 
 from benchmarks._lib.llama import world_size
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
+from benchmarks._lib.ranks import join_ranks
 from benchmarks._lib.trainer import Training, TrainingSession
 from megatron_magi.demo.corpus import build_corpus
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
@@ -219,7 +220,7 @@ class Bench:
         if os.environ["RANK"] == "0":
             write_csv(self.options.out / f"hybrid_{part}_{world_size()}gpu.csv", header, rows)
             for row in rows:
-                print("  ".join(f"{h}={v}" for h, v in zip(header, row, strict=True) if v != ""), flush=True)
+                print_row(header, row)
 
     exceeded: Sequence[str] = ()
 
@@ -269,9 +270,7 @@ def main() -> None:
     from megatron_magi import cpu_device
 
     cpu_device.install()
-    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    join_ranks(on_cpu=not torch.cuda.is_available())
     options.out, options.work = options.out.resolve(), (options.work or options.out / "work").resolve()
     if os.environ["RANK"] == "0":
         options.out.mkdir(parents=True, exist_ok=True)

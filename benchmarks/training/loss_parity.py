@@ -35,7 +35,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from benchmarks._lib.trainer import TrainingSession
 from megatron_magi.demo.corpus import build_corpus
 from megatron_magi.testing.descendants import become_subreaper, kill_descendants
@@ -259,7 +259,7 @@ def main() -> None:
     runs = read_runs(options.judge or [options.out])
     rows, failures = judge(runs)
     for row in rows:
-        print("  ".join(f"{h}={v}" for h, v in zip(HEADER, row, strict=True) if v != ""), flush=True)
+        print_row(HEADER, row)
     write_csv(options.out / f"training_{max((r.ranks for r in runs), default=0)}gpu.csv", HEADER, rows)
     missing = [] if options.judge else [size for size in options.sizes if not any(r.ranks == size for r in runs)]
     failures += [f"{size} GPUs: no result, see log_{size}.txt" for size in missing]

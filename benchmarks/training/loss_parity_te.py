@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.provenance import print_row, write_csv
 from benchmarks._lib.trainer import Training, TrainingSession
 from megatron_magi.testing.descendants import become_subreaper, kill_descendants
 
@@ -481,7 +481,7 @@ def main() -> None:
     rows = judge(jobs, results)
     write_csv(options.out / "training_te.csv", HEADER, rows)
     for row in rows:
-        print("  ".join(f"{h}={v}" for h, v in zip(HEADER, row, strict=True) if v != ""), flush=True)
+        print_row(HEADER, row)
     failures = [f"{row[0]}/{row[1]}: {row[-1]}" for row in rows if row[-1] == "FAILED"]
     for key, result in results.items():
         if result.error:

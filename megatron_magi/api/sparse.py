@@ -37,7 +37,7 @@ from megatron_magi.config import SinkReduction
 from megatron_magi.operands.merge import accumulate_dtype
 from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.operands.options import make_options
-from megatron_magi.operands.selected_blocks import Launch, Run
+from megatron_magi.operands.selected_blocks import BlockCall, Run
 from megatron_magi.operands.sparse_pattern import (
     SparsePattern,
     block_pattern,
@@ -123,7 +123,7 @@ def calc_block_sparse_attn(
         given |= {"q_block_size": pattern.q_block, "k_block_size": pattern.k_block, "causal": causal}
         parts = [
             block_sparse_attention(q[part.rows], k[: part.num_keys], v[: part.num_keys], part.blocks, **given)
-            for part in keys.launches
+            for part in keys.parts
         ]
     return _joined(parts, q.shape[0], runtime, keys.factor)
 
@@ -173,7 +173,7 @@ def calc_index_sparse_attn(
     with told(runtime.group, key.config.comm.verify):
         k, v = keys.rows.split([k.shape[-1], v.shape[-1]], dim=-1)
         given = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
-        (part,) = keys.launches
+        (part,) = keys.parts
         result = index_sparse_attention(q[part.rows], k, v, part.blocks, **given)
     return _joined([result], q.shape[0], runtime, keys.factor)
 
@@ -224,7 +224,7 @@ def calc_latent_sparse_attn(
     keys = _keys(kv, pattern, runs, runtime, key, options)
     with told(runtime.group, key.config.comm.verify):
         given = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
-        (part,) = keys.launches
+        (part,) = keys.parts
         result = latent_sparse_attention(q[part.rows], keys.rows, part.blocks, dim_v=dim_v, **given)
     return _joined([result], q.shape[0], runtime, keys.factor)
 
@@ -328,14 +328,14 @@ def _keys(
             return found
     rows = all_keys(kv, runtime, key)
     if pattern.k_block == 1:
-        return Keys(rows, [Launch(slice(0, num_tokens(runs)), len(rows), pattern.tensors[0].transpose(0, 1))], None)
+        return Keys(rows, [BlockCall(slice(0, num_tokens(runs)), len(rows), pattern.tensors[0].transpose(0, 1))], None)
     # Without causality positions do not matter: all queries at once.
-    launches = []
+    parts = []
     for row, start, end in runs if pattern.causal else [Run(0, len(rows) - num_tokens(runs), len(rows))]:
         q_blocks = slice(row // pattern.q_block, num_blocks(row + end - start, pattern.q_block))
         seen = _blocks_of(pattern, q_blocks, num_blocks(end, pattern.k_block))
-        launches.append(Launch(slice(row, row + end - start), end, seen))
-    return Keys(rows, launches, None)
+        parts.append(BlockCall(slice(row, row + end - start), end, seen))
+    return Keys(rows, parts, None)
 
 
 def _runs(runtime: KeyRuntime) -> tuple[Run, ...]:

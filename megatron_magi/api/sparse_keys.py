@@ -20,8 +20,8 @@ from megatron_magi.comm.dispatch import undispatch
 from megatron_magi.comm.row_layout import resolved
 from megatron_magi.comm.selected_rows import KeyPlaces, Requests, exchange_requests, fetch, watch_of
 from megatron_magi.operands.selected_blocks import (
+    BlockCall,
     BlockTables,
-    Launch,
     PackedBlocks,
     Run,
     listed,
@@ -73,17 +73,20 @@ class Way(NamedTuple):
     may_overflow: bool
 
 
+ALL_KEYS = Way(selected=False, capacity=0, may_overflow=False)
+
+
 class Keys(NamedTuple):
     """Keys of a call, and which of its queries attend to which of them.
 
     Attributes:
         rows: of keys and values, ``[num_rows, num_heads_kv, dim]``.
-        launches: calls over the first ``num_keys`` of these rows, with lists of their own.
+        parts: calls over the first ``num_keys`` of these rows, with lists of their own.
         factor: of the results: 1, or NaN if rows did not fit; ``[]``. None where that cannot be.
     """
 
     rows: Tensor
-    launches: list[Launch]
+    parts: list[BlockCall]
     factor: Tensor | None
 
 
@@ -98,7 +101,7 @@ def choose_way(
     """The way that is asked for, or predicted to be faster; of shapes alone."""
     dispatch = runtime.shard.dispatch
     if dispatch.cp_size == 1 or not dispatch.total_seqlen or options.fetch == "all":
-        return Way(False, 0, False)
+        return ALL_KEYS
     places = _places(runtime, kv.device)
     longest = max(places.num_keys)
     most = longest
@@ -107,7 +110,7 @@ def choose_way(
         most = min(longest, rows * pattern.tensors[0].shape[2] * pattern.k_block)
     given = longest if options.capacity is None else math.ceil(options.capacity * longest)
     capacity = max(1, min(most, given))
-    way = Way(True, capacity, capacity < most)
+    way = Way(selected=True, capacity=capacity, may_overflow=capacity < most)
     if options.fetch == "selected":
         return way
     row_bytes = kv.shape[1] * kv.shape[2] * kv.element_size()
@@ -116,7 +119,7 @@ def choose_way(
         _list_bytes(pattern, places.num_keys), pattern.k_block > 1,
     )  # fmt: skip
     predicted = ways_us(shape, key.config.dispatch.rates or DEFAULT)  # not calibrated ones, which may differ
-    return way if predicted.selected < predicted.all_keys else Way(False, 0, False)
+    return way if predicted.selected < predicted.all_keys else ALL_KEYS
 
 
 def _list_bytes(pattern: SparsePattern, num_keys: tuple[int, ...]) -> int:
@@ -173,7 +176,7 @@ def selected_keys(
     if tables is None:
         num_rows, table = len(found), requests.source
         entries = renumbered(pattern.tensors[0], table)
-        launches = [Launch(slice(0, num_tokens(runs)), num_rows, entries.transpose(0, 1))]
+        parts = [BlockCall(slice(0, num_tokens(runs)), num_rows, entries.transpose(0, 1))]
     else:
         columns = chosen.shape[1]
         most_listed = columns
@@ -183,18 +186,18 @@ def selected_keys(
         own = places.token[places.rank, : places.num_own].expand(requests.num_lists, -1)
         tokens = torch.cat([own, requests.fetched], 1)
         found = packed_rows(found, packed, requests.source, tokens)
-        launches = packed.launches(pattern)
-    return Keys(found, launches, factor)
+        parts = packed.parts(pattern)
+    return Keys(found, parts, factor)
 
 
 class _RequestCall(NamedTuple):
     """What ranks must agree on."""
 
     operation: str
-    num_lists: int
-    capacity: int
-    may_overflow: bool
-    on_overflow: str
+    num_lists: int = 0
+    capacity: int = 0
+    may_overflow: bool = False
+    on_overflow: str = ""
 
 
 def _requested(
@@ -263,7 +266,7 @@ def selected_share(pattern: SparsePattern, runs: tuple[Run, ...], runtime: KeyRu
     marked = torch.nn.functional.pad(selected, (0, 1))[:, places.token]
     most = places.others(marked.sum(-1), 1).amax()
     with calls_of(runtime.group, places.num_ranks, verify) as calls:
-        calls.agree(_RequestCall("share of keys", 0, 0, False, ""))
+        calls.agree(_RequestCall("share of keys"))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=runtime.group)
     return int(most) / max(places.num_keys)
 

@@ -5,7 +5,7 @@ If no keys are fetched, as for one rank, it is a launch over own keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,8 @@ from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.row_memory import with_rows
 from megatron_magi.comm.transport import FOR_CAPTURES, may_use_peer_memory
-from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.launch_list import Place, Step
-from megatron_magi.cuda.layout import Layout
+from megatron_magi.cuda.arriving import Arriving, StepRows
+from megatron_magi.cuda.launch_list import Step
 from megatron_magi.mask import bands as bd
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.types import own
@@ -63,17 +62,13 @@ class Fetched:
         """As of a `KeyTransfer`."""
         return with_rows(x)
 
-    def get_step(
-        self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: tuple[Place, Place]
-    ) -> tuple[Native, Arriving] | None:
+    def get_step(self, rows: StepRows) -> tuple[Native, Arriving] | None:
         """As of a `KeyTransfer`."""
-        return get_step(tensors, self.cast, self.group(), self.impl, into, sources, places)
+        return get_step(rows, self.cast, self.group(), self.impl)
 
-    def put_step(
-        self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: Sequence[Place]
-    ) -> Step | None:
+    def put_step(self, rows: StepRows) -> Step | None:
         """As of a `KeyTransfer`."""
-        return put_step(tensors, self.cast, self.group(), self.impl, into, sources, places)
+        return put_step(rows, self.cast, self.group(), self.impl)
 
     def give_back(self, tensors: list[torch.Tensor], into: list[torch.Tensor]) -> None:
         """As of a `KeyTransfer`."""

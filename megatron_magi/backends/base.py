@@ -16,7 +16,7 @@ Nothing outside the folder of a backend imports it, except `megatron_magi.backen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
@@ -29,9 +29,9 @@ from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, Forward
 from megatron_magi.runtime.graph_capture import is_capturing
 
 if TYPE_CHECKING:
-    from megatron_magi.cuda.arriving import Arriving
-    from megatron_magi.cuda.launch_list import LaunchList, Place, Step
-    from megatron_magi.cuda.layout import Layout, Like
+    from megatron_magi.cuda.arriving import Arriving, StepRows
+    from megatron_magi.cuda.launch_list import LaunchList, Step
+    from megatron_magi.cuda.layout import Like
     from megatron_magi.operands.sparse_pattern import SparsePattern
     from megatron_magi.runtime.lru import LruCache
 
@@ -200,20 +200,12 @@ class KeyTransfer(Protocol):
     def published(self, x: Tensor) -> Tensor:
         """The tensor, or a copy whose rows other ranks can read."""
 
-    def get_step(
-        self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: tuple[Place, Place]
-    ) -> tuple[StepMover, Arriving] | None:
+    def get_step(self, rows: StepRows) -> tuple[StepMover, Arriving] | None:
         """The kernel that publishes keys and values and fetches those of other ranks; None, on all ranks, if rows of
         this layout must be transferred otherwise.
-
-        Args:
-            tensors, into: layouts of the own tensors, and of the fetched ones.
-            sources, places: their addresses.
         """
 
-    def put_step(
-        self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: Sequence[Place]
-    ) -> Step | None:
+    def put_step(self, rows: StepRows) -> Step | None:
         """The kernel that sends gradients of fetched keys back and adds received ones to ``into``; None likewise."""
 
     def give_back(self, tensors: list[Tensor], into: list[Tensor]) -> None:
@@ -452,14 +444,6 @@ def is_changing(bands: np.ndarray) -> TypeGuard[ChangingBands]:
     return isinstance(bands, ChangingBands) and bands.mask is not None
 
 
-def check_support(
-    why_not: Callable[[torch.device, torch.dtype, tuple[int, int]], str | None], q: Tensor, v: Tensor
-) -> None:
-    """Raises ValueError for tensors that kernels do not take; ``why_not``: of them, see `Backend.why_not`."""
-    if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
-        raise ValueError(reason)
-
-
 def refuse_capture(device: torch.device) -> None:
     """Raises RuntimeError while a graph is captured."""
     if is_capturing(device):
@@ -565,7 +549,9 @@ class Capture(Protocol):
 
 
 class Sparse(Protocol):
-    """Attention over lists of keys. Only the definition is called without rows or keys."""
+    """Attention over lists of keys; refuses tensors that it does not take. Only the definition is called without rows
+    or keys.
+    """
 
     def why_not(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
         """As `Backend.why_not`."""
@@ -585,8 +571,8 @@ class Sparse(Protocol):
 
 
 class _LatentForward(Protocol):
-    """Attention over lists of single keys whose first elements are the values: ``v`` of inputs is a slice of ``k``. Not
-    called without rows or keys.
+    """Attention over lists of single keys whose first elements are the values: ``v`` of inputs is a slice of ``k``.
+    Refuses tensors that it does not take; not called without rows or keys.
     """
 
     def why_not(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:

@@ -137,37 +137,24 @@ def faster_than_chosen(device: torch.device, dtype: torch.dtype, dims: tuple[int
     return [BACKENDS[name] for name in before]
 
 
-def why_not(
-    backend: Backend,
-    device: torch.device,
-    dtype: torch.dtype,
-    dims: tuple[int, int],
-    options: AttnOptions | None = None,
-    masks: Sequence[np.ndarray] = (),
-    instead: str = "'torch'",
-) -> str | None:
-    """The reason why a backend does not take a call; None if it does. Arguments as in `choose`."""
-    return backend.why_not(device, dtype, dims, instead) or _refusal(backend, options, masks, instead)
-
-
-def _refusal(
-    backend: Backend, options: AttnOptions | None, masks: Sequence[np.ndarray], instead: str = "'torch'"
-) -> str | None:
+def _refusal(backend: Backend, options: AttnOptions | None, masks: Sequence[np.ndarray]) -> str | None:
+    """The reason why a backend does not take options or masks; None if it does."""
     if options is None:
         return None
-    reasons = (backend.why_not_call(options, bands, instead) for bands in masks or (None,))
+    reasons = (backend.why_not_call(options, bands) for bands in masks or (None,))
     return next(filter(None, reasons), None)
 
 
 def _say_once(name: str, *call: Any) -> None:
     """Logs which backend ``auto`` took for calls like this one, and why those before it did not."""
-    device, dtype, dims, options, _ = call
+    device, dtype, dims, options, masks = call
     key = name, device, dtype, dims, options is not None and options.softcap > 0
     if key in _said:
         return
     _said.add(key)
     before = _FASTEST[: _FASTEST.index(name)] if name in _FASTEST else _FASTEST
-    reasons = "; ".join(str(why_not(BACKENDS[known], *call)) for known in before)
+    passed_over = (BACKENDS[known] for known in before)
+    reasons = "; ".join(str(b.why_not(device, dtype, dims) or _refusal(b, options, masks)) for b in passed_over)
     if name == _ANYWHERE:
         logger.warning("attention falls back to the blocked implementation, which is slower: %s", reasons)
     else:

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_magi.config import CostModel
 from megatron_magi.cost_model import Rates
 from megatron_magi.mask import AttnMask
+from megatron_magi.plan.chunks import ChunkedMask
 from megatron_magi.plan.counts import count
 from megatron_magi.plan.predict import kernels_us
 
@@ -32,7 +33,7 @@ def fit_kernels(
             found = []
             for mask in masks:
                 rows = mask.total_seqlen_q
-                counts = count(mask, np.array([0, rows]), np.array([0]), 1, 1)
+                counts = count(ChunkedMask(mask, np.array([0, rows]), 1), np.array([0]), 1)
                 found.append(kernels_us(counts, rows, now, cost)[which])
             return np.array(found)
 

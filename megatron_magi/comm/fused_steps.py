@@ -6,7 +6,7 @@ through numbers, to which the steps refer by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,9 +19,8 @@ from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import WIDEST, can_add
 from megatron_magi.comm.slots import sent_shift, slot_row_bytes
-from megatron_magi.cuda.arriving import READ_BEHIND, Arriving, part_rows
-from megatron_magi.cuda.launch_list import Place, Step
-from megatron_magi.cuda.layout import Like
+from megatron_magi.cuda.arriving import READ_BEHIND, Arriving, StepRows, part_rows
+from megatron_magi.cuda.launch_list import Step
 
 _ADD_ROUTE = 2  # index in `PeerTables.routes`
 _NUM_CHUNKS = 16  # byte offset in `PeerTables.counts`, whose first entry is the number of fetched rows
@@ -42,61 +41,47 @@ _known: WeakKeyDictionary[Native, dict[tuple, Arriving | Step]] = WeakKeyDiction
 
 @torch.no_grad()
 def get_step(
-    tensors: Sequence[Like],
-    args: GroupCastArgs,
-    group: dist.ProcessGroup | None,
-    impl: str,
-    into: Sequence[Like],
-    sources: Sequence[Place],
-    places: tuple[Place, Place],
+    rows: StepRows, args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str
 ) -> tuple[Native, Arriving] | None:
     """The kernel that publishes and fetches rows; None, on all ranks, if they are transferred otherwise. Collective.
 
     Args:
-        tensors, args, group, impl: as in `megatron_magi.comm.group_collective.group_cast`.
-        into, sources, places: as in `Native.arriving`.
+        rows: as in `Native.arriving`.
+        args, group, impl: as in `megatron_magi.comm.group_collective.group_cast`.
     """
-    mover, layout = choose_mover(tensors, args, group, impl)
+    mover, layout = choose_mover(rows.tensors, args, group, impl)
     if not isinstance(mover, Native):
         return None
 
     def make() -> Arriving:
-        found = mover.arriving(tensors, args, layout, into, sources, places)
+        found = mover.arriving(rows, args, layout)
         return found._replace(step=found.step._replace(numbers=_OF_GET))
 
-    found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
-    return mover, found._replace(tensors=into, step=found.step._replace(brings=_get_numbers(args)))
+    found = _prepared(mover, layout, rows, make)
+    return mover, found._replace(tensors=rows.into, step=found.step._replace(brings=_get_numbers(args)))
 
 
 @torch.no_grad()
-def put_step(
-    tensors: Sequence[Like],
-    args: GroupCastArgs,
-    group: dist.ProcessGroup | None,
-    impl: str,
-    into: Sequence[Like],
-    sources: Sequence[Place],
-    places: Sequence[Place],
-) -> Step | None:
+def put_step(rows: StepRows, args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str) -> Step | None:
     """The kernel that sends partial rows back and adds received ones to ``into``; as `get_step`."""
-    mover, layout = choose_mover(tensors, args, group, impl, back=True)
-    if not isinstance(mover, Native) or not can_add(layout, into):
+    mover, layout = choose_mover(rows.tensors, args, group, impl, back=True)
+    if not isinstance(mover, Native) or not can_add(layout, rows.into):
         return None
 
     def make() -> Step:
-        return mover.adding(tensors, args, layout, into, sources, places)._replace(numbers=_OF_PUT)
+        return mover.adding(rows, args, layout)._replace(numbers=_OF_PUT)
 
-    found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
+    found = _prepared(mover, layout, rows, make)
     return found._replace(brings=_put_numbers(args, layout))
 
 
 def _prepared[Made: (Arriving, Step)](
-    mover: Native, layout: RowLayout, tensors: Sequence[Like], places: Sequence[Place], make: Callable[[], Made]
+    mover: Native, layout: RowLayout, rows: StepRows, make: Callable[[], Made]
 ) -> Made:
     """The result of ``make``, cached for tensors that differ only in addresses and transfers that differ in numbers."""
     known = _known.setdefault(mover, {})
-    lie = [(t.dtype, t.stride(), t.data_ptr() % WIDEST) for t in tensors]
-    key = (mover.version(), layout, *places, *lie)
+    lie = [(t.dtype, t.stride(), t.data_ptr() % WIDEST) for t in (*rows.tensors, *rows.into)]
+    key = (mover.version(), layout, *rows.sources, *rows.places, *lie)
     found = known.get(key)
     if found is None:
         if len(known) >= _MOST_KNOWN:

@@ -21,6 +21,7 @@ from megatron_magi.comm.movement import Mover, SentRows, Started
 from megatron_magi.comm.nodes import nodes_of
 from megatron_magi.comm.row_layout import RowLayout, resolved
 from megatron_magi.comm.row_memory import can_add
+from megatron_magi.comm.rows import PartialRows
 from megatron_magi.comm.slots import most_rows
 from megatron_magi.comm.transport import Args, Transport, most_received, transport_of
 from megatron_magi.profiling import profiled_collective
@@ -233,7 +234,7 @@ def group_reduce_lse(
 
     def finish() -> tuple[torch.Tensor, torch.Tensor]:
         arriving_out, arriving_lse = layout.views(started.finish())
-        way.ops.merge_rows(arriving_out, arriving_lse, args.arrivals, *into)
+        way.ops.merge_rows(PartialRows(arriving_out, arriving_lse), args.arrivals, PartialRows(*into))
         return into
 
     return _handle(way, started, finish, args, layout, back=True)

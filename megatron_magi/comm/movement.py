@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.row_layout import RowLayout
@@ -30,6 +31,29 @@ class Started(NamedTuple):
     works: Sequence[Work]
     buffers: tuple[torch.Tensor, ...]
     finish: Callable[[], Any]
+
+
+class RankRows(NamedTuple):
+    """Rows as bytes, grouped by the rank that they go to, or come from.
+
+    Attributes:
+        rows: uint8 ``[sum(splits), row_bytes]``.
+        splits: number of rows for each rank.
+    """
+
+    rows: torch.Tensor
+    splits: list[int]
+
+
+class Exchange(Protocol):
+    """Starts sending rows to, and receiving rows from, all ranks of a group, as bytes."""
+
+    def __call__(self, send: RankRows, received: RankRows, group: dist.ProcessGroup | None) -> Sequence[Work]:
+        """Collective: every rank calls it, also one that sends and receives nothing.
+
+        Returns:
+            The works to wait for; both tensors must live until then.
+        """
 
 
 class SentRows[Args](NamedTuple):

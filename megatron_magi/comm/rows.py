@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -123,6 +124,18 @@ def unpack_rows(
     return ordered
 
 
+class PartialRows(NamedTuple):
+    """Partial results of attention.
+
+    Attributes:
+        out: ``[num_rows, num_heads, head_dim]``.
+        lse: ``[num_rows, num_heads]``.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 def add_rows(
     buffer: torch.Tensor,
     layout: RowLayout,
@@ -135,13 +148,7 @@ def add_rows(
         add(view, arrivals, x)
 
 
-def merge_rows(
-    arriving_out: torch.Tensor,
-    arriving_lse: torch.Tensor,
-    arrivals: Arrivals,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def merge_rows(arriving: PartialRows, arrivals: Arrivals, into: PartialRows) -> None:
     """Merges partial attention results by their log-sum-exp, in place.
 
     A part whose lse is -inf has seen no key: it is ignored, whatever its output contains. A
@@ -149,9 +156,10 @@ def merge_rows(
     A part with lse inf, from an infinite sink, has weight 1.
 
     Args:
-        arriving_out: ``[num_arriving, num_heads, head_dim]``; ``arriving_lse``: ``[num_arriving, num_heads]``.
-        out: ``[num_rows, num_heads, head_dim]``; ``lse``: ``[num_rows, num_heads]``.
+        arriving: the parts, ``num_arriving`` rows.
+        into: rows that they are merged into.
     """
+    (arriving_out, arriving_lse), (out, lse) = arriving, into
     dtype = accumulator_dtype(out.dtype, lse.dtype)
     top = lse.index_select(0, arrivals.rows).to(dtype)
     weight, total = torch.ones_like(top), out.index_select(0, arrivals.rows).to(dtype)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_magi.comm import rows as torch_rows
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.impl import all_to_all, reference
-from megatron_magi.comm.impl.hierarchical import Choice, Hierarchical
+from megatron_magi.comm.impl.hierarchical import Hierarchical, MoverChoice
 from megatron_magi.comm.impl.native import Native, native_of
 from megatron_magi.comm.impl.packed import Packed
 from megatron_magi.comm.level_args import LevelArgs
@@ -136,10 +136,10 @@ def _find(args: Args, group: dist.ProcessGroup | None, impl: str) -> Transport:
     return Transport(native, Packed(_EXCHANGES[plain].exchange, ops, group), ops, rank)
 
 
-def _choice(way: Transport) -> Choice:
+def _choice(way: Transport) -> MoverChoice:
     """Chooses the implementation for one of two levels."""
 
-    def choose(layout: RowLayout, args: GroupCastArgs, back: bool) -> PlacingMover:
+    def choose(layout: RowLayout, args: GroupCastArgs, *, back: bool) -> PlacingMover:
         return way.mover(layout, most_received(args, back))
 
     return choose

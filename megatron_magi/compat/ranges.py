@@ -17,7 +17,19 @@ from megatron_magi.mask.bands import merge_ranges
 from megatron_magi.mask.documents import cumulative
 
 
-class AttnRanges(_AttnRanges):
+class SliceableList[Item](list[Item]):
+    """A list whose slices are of its own type."""
+
+    @overload
+    def __getitem__(self, idx: SupportsIndex) -> Item: ...
+    @overload
+    def __getitem__(self, idx: slice) -> Self: ...
+    def __getitem__(self, idx: SupportsIndex | slice) -> Item | Self:
+        item = super().__getitem__(idx)
+        return type(self)(item) if isinstance(idx, slice) else item
+
+
+class AttnRanges(SliceableList[AttnRange], _AttnRanges):
     """A list of `AttnRange`, in any order; they may overlap, touch and be empty.
 
     *Merged* means sorted, with neither empty, nor overlapping, nor touching ranges: one range for each run of tokens.
@@ -118,14 +130,6 @@ class AttnRanges(_AttnRanges):
             IndexError: there is none at ``idx``.
         """
         return super().pop(idx)
-
-    @overload
-    def __getitem__(self, idx: SupportsIndex) -> AttnRange: ...
-    @overload
-    def __getitem__(self, idx: slice) -> AttnRanges: ...
-    def __getitem__(self, idx: SupportsIndex | slice) -> AttnRange | AttnRanges:
-        item = super().__getitem__(idx)
-        return AttnRanges(item) if isinstance(idx, slice) else item
 
     def clone(self) -> AttnRanges:
         """A list of the same ranges."""

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
-from typing import Self, SupportsIndex, overload
+from typing import Self
 
 import numpy as np
 
 from megatron_magi.api.mask_types import AnyMaskType, AttnMaskType, GeneralAttnMaskType, as_ranges
 from megatron_magi.api.mask_types import mask_types as type_numbers
-from megatron_magi.compat.ranges import AttnRanges
+from megatron_magi.compat.ranges import AttnRanges, SliceableList
 from megatron_magi.mask import AttnRange, MaskType
 from megatron_magi.mask import bands as bd
 
@@ -190,7 +190,7 @@ class AttnRectangle:
         return f"{self.q_range} x {self.k_range} x [{self.d_range.start}, {self.d_range.end}]"
 
 
-class AttnRectangles(list[AttnRectangle]):
+class AttnRectangles(SliceableList[AttnRectangle]):
     """A list of `AttnRectangle`. ``check`` arguments have no effect: rectangles are checked when they are made."""
 
     @classmethod
@@ -241,14 +241,6 @@ class AttnRectangles(list[AttnRectangle]):
     def extend(self, attn_rects: Iterable[AttnRectangle], check: bool = False) -> None:
         """Puts rectangles at the end."""
         super().extend(attn_rects)
-
-    @overload
-    def __getitem__(self, idx: SupportsIndex) -> AttnRectangle: ...
-    @overload
-    def __getitem__(self, idx: slice) -> AttnRectangles: ...
-    def __getitem__(self, idx: SupportsIndex | slice) -> AttnRectangle | AttnRectangles:
-        item = super().__getitem__(idx)
-        return AttnRectangles(item) if isinstance(idx, slice) else item
 
     def get_qo_ranges_union(self) -> AttnRanges:
         """All queries, merged."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_magi.cuda.launch_list import Map, Place, Step
-from megatron_magi.cuda.layout import Layout
+from megatron_magi.cuda.layout import Layout, Like
 
 MOST_PARTS = 16
 """Most parts of the rows, each with its own flag: kMostParts of csrc/common/arrivals.cuh."""
@@ -19,6 +19,20 @@ READ_BEHIND = 128
 """Rows behind the last that a waiting kernel may read if their number is not known when it is launched: those of its
 largest tile or block of keys. The fetching kernel clears them.
 """
+
+
+class StepRows(NamedTuple):
+    """Rows that a kernel moves between ranks.
+
+    Attributes:
+        tensors, into: tensors of the layouts of what is moved, and of its destination.
+        sources, places: their addresses.
+    """
+
+    tensors: Sequence[Like]
+    into: Sequence[Like]
+    sources: Sequence[Place]
+    places: tuple[Place, ...]
 
 
 class Arriving(NamedTuple):

@@ -12,6 +12,7 @@ from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.config import DispatchAlgorithm, MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import Plan, make_plan
+from megatron_magi.plan.chunks import ChunkedMask
 from megatron_magi.plan.dispatch import candidates, predictions
 
 
@@ -63,9 +64,10 @@ def dispatch_figures(mask: AttnMask, cp_size: int, config: MagiConfig | None = N
 def _figures(mask: AttnMask, cp_size: int, config: MagiConfig) -> DispatchFigures:
     plan = make_plan(mask, config, cp_size)
     stats, cost, made = plan.stats(), config.overlap.cost, plan.dispatch
-    found = predictions({"": made.chunk_rank}, mask, made.chunk_bounds, cp_size, config.dispatch, config.overlap)
+    chunked = ChunkedMask(mask, made.chunk_bounds, cp_size)
+    found = predictions({"": made.chunk_rank}, chunked, config.dispatch, config.overlap)
     received = max(stats.received_rows)
-    named = candidates(mask, made.chunk_bounds, cp_size, config.dispatch)
+    named = candidates(chunked, config.dispatch)
     return DispatchFigures(
         algorithm=config.dispatch.algorithm,
         taken=next(name for name, ranks in named.items() if _same_shards(ranks, made.chunk_rank)),

@@ -57,15 +57,8 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     from megatron.training.datasets.fim_dataset import GPTFIMDatasetConfig
 
     tokens = {name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")}
-    return GPTFIMDatasetConfig(
-        **options,
-        fim_rate=args.fim_rate,
-        fim_spm_rate=args.fim_spm_rate,
-        fim_extra_tokens=tokens,
-        fim_split_sample=args.fim_split_sample,
-        fim_fragment_rate=args.fim_fragment_rate,
-        fim_no_prefix=args.fim_no_prefix,
-    )
+    same = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix")
+    return GPTFIMDatasetConfig(**options, fim_extra_tokens=tokens, **{name: getattr(args, name) for name in same})
 
 
 def _dataset_class(args: Namespace) -> type:

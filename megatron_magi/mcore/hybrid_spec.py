@@ -99,14 +99,15 @@ def _gated_delta_net(norm: Any) -> ModuleSpec:
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
+def _layer_of(of: TransformerLayerSubmodules, layer: type, **parts: Any) -> ModuleSpec:
+    """A layer of some parts of a whole one, with its names in checkpoints."""
+    submodules = TransformerLayerSubmodules(sharded_state_dict_keys_map=of.sharded_state_dict_keys_map, **parts)
+    return ModuleSpec(module=layer, submodules=submodules)
+
+
 def _attention(of: TransformerLayerSubmodules) -> ModuleSpec:
-    submodules = TransformerLayerSubmodules(
-        input_layernorm=of.input_layernorm,
-        self_attention=of.self_attention,
-        self_attn_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=of.sharded_state_dict_keys_map,
-    )
-    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+    parts = {"input_layernorm": of.input_layernorm, "self_attention": of.self_attention}
+    return _layer_of(of, TransformerLayer, self_attn_bda=get_bias_dropout_add, **parts)
 
 
 def _sparse_attention(config: Any, norm: Any) -> ModuleSpec:
@@ -118,12 +119,9 @@ def _sparse_attention(config: Any, norm: Any) -> ModuleSpec:
         k_norm=products.layer_norm(rms_norm=False, for_qk=True),
         linear_weights_proj=ReplicatedLinear,
     )
+    columns = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
     attention = AbsorbedMLASelfAttentionSubmodules(
-        linear_q_proj=column,
-        linear_q_down_proj=column,
-        linear_q_up_proj=column,
-        linear_kv_down_proj=column,
-        linear_kv_up_proj=column,
+        **dict.fromkeys(columns, column),
         core_attention=ModuleSpec(
             module=DSAttention,
             submodules=DSAttentionSubmodules(indexer=ModuleSpec(module=DSAIndexer, submodules=indexer)),
@@ -172,13 +170,7 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 def _mlp(layer: type, of: TransformerLayerSubmodules) -> ModuleSpec:
-    submodules = TransformerLayerSubmodules(
-        pre_mlp_layernorm=of.pre_mlp_layernorm,
-        mlp=of.mlp,
-        mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=of.sharded_state_dict_keys_map,
-    )
-    return ModuleSpec(module=layer, submodules=submodules)
+    return _layer_of(of, layer, pre_mlp_layernorm=of.pre_mlp_layernorm, mlp=of.mlp, mlp_bda=get_bias_dropout_add)
 
 
 def _multi_token_prediction(norm: Any) -> ModuleSpec:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_magi.operands.passes import ForwardOutput
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 for fp64, fp32 for everything narrower: the dtype of lse and of sums."""
@@ -61,6 +63,24 @@ def merge_(out: Tensor, lse: Tensor, out_new: Tensor, lse_new: Tensor) -> None:
     merged, merged_lse = merge(out, lse, out_new, lse_new)
     out.copy_(merged)
     lse.copy_(merged_lse)
+
+
+@torch.no_grad()
+def write_result_(output: ForwardOutput, result: Tensor, lse: Tensor, sink_lse: Tensor | None = None) -> None:
+    """Writes the result of a pass to its output, or merges it into that.
+
+    Args:
+        result: ``[num_rows, num_heads_q, head_dim_v]``; changed in place by sinks.
+        lse: ``[num_rows, num_heads_q]``, likewise.
+        sink_lse: of `ForwardInputs`; None if there are no sinks, or they are in the result.
+    """
+    if sink_lse is not None:
+        merge_sink_(result, lse, sink_lse)
+    if output.accumulate:
+        merge_(output.out, output.lse, result, lse)
+    else:
+        output.out.copy_(result)
+        output.lse.copy_(lse)
 
 
 @torch.no_grad()

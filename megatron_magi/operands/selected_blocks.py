@@ -189,7 +189,7 @@ def _areas(runs: Sequence[Run], k_block: int) -> list[tuple[int, int]]:
     return areas
 
 
-class Launch(NamedTuple):
+class BlockCall(NamedTuple):
     """One call of `block_sparse_attention` over a part of the buffer.
 
     Attributes:
@@ -257,7 +257,7 @@ class PackedBlocks(NamedTuple):
         slot = self.slot.gather(1, (tokens // k_block).clamp(max=self.slot.shape[1] - 1))
         return (slot * k_block + tokens % k_block).masked_fill((slot < 0) | (tokens >= num_keys), -1)
 
-    def launches(self, pattern: SparsePattern) -> list[Launch]:
+    def parts(self, pattern: SparsePattern) -> list[BlockCall]:
         """The lists of each run, renumbered."""
         tables, found = self.tables, []
         q_block, k_block = tables.q_block, tables.k_block
@@ -271,7 +271,7 @@ class PackedBlocks(NamedTuple):
             if not tables.causal:  # all queries, and with them the last block
                 rows, num_keys = slice(0, None), self.num_slots * k_block + tables.num_keys - tables.areas[0][0]
             blocks = self._lists(pattern, rows, num_blocks(num_keys, k_block), num_blocks(end, k_block))
-            found.append(Launch(slice(row, row + end - start), num_keys, blocks))
+            found.append(BlockCall(slice(row, row + end - start), num_keys, blocks))
         return found
 
     def _lists(self, pattern: SparsePattern, rows: slice, num_slots: int, end: int) -> Tensor | tuple[Tensor, Tensor]:

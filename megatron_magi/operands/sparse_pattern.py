@@ -33,6 +33,11 @@ class SparsePattern:
     k_block: int
     causal: bool
 
+    @classmethod
+    def of_keys(cls, entries: Tensor) -> SparsePattern:
+        """Lists of single keys, int ``[lists, num_rows, width]``."""
+        return cls((entries,), q_block=1, k_block=1, causal=False)
+
     @property
     def num_lists(self) -> int:
         """Key heads with lists of their own, or 1."""
@@ -81,7 +86,7 @@ def index_pattern(indices: Any, q: Tensor, k: Tensor) -> SparsePattern:
         got = f"{indices.dtype} {list(shape)}" if isinstance(indices, Tensor) else type(indices).__name__
         raise ValueError(f"indices: expected int32 or int64 [{q.shape[0]}, {k.shape[1]} or 1, topk], got {got}")
     _check_device("indices", indices, q)
-    return _look(SparsePattern((indices.transpose(0, 1),), 1, 1, False), k.shape[0])
+    return _look(SparsePattern.of_keys(indices.transpose(0, 1)), k.shape[0])
 
 
 def _checked_lists(blocks: Any, rows: int, columns: int, q: Tensor, k: Tensor) -> Tensor:

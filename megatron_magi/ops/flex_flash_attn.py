@@ -14,6 +14,7 @@ from megatron_magi.operands.options import check_qkv, check_sink, check_tensor, 
 from megatron_magi.ops.mask_tensors import HostRanges, ranges_of_arrays, ranges_of_tensors
 from megatron_magi.ops.slice_attention import attend
 from megatron_magi.ops.slice_operator import slice_attention_traced
+from megatron_magi.ops.slice_passes import SliceCall
 from megatron_magi.ops.sparse_attention import GivenOptions, attend_pattern
 from megatron_magi.ops.sparse_ranges import sparse_pattern_of
 
@@ -119,7 +120,7 @@ def flex_flash_attn_func(
     if pattern is not None:
         given = GivenOptions(sink, softmax_scale, return_max_logits, deterministic, sanity_check, "ffa")
         return attend_pattern(q, k, v, pattern, given)
-    return attend(q, k, v, sink, on_host.mask.bands, options, impl, return_max_logits)
+    return attend(q, k, v, sink, SliceCall(on_host.mask.bands, options, impl, return_max_logits))
 
 
 def _on_host(ranges: dict[str, RangesLike | TypesLike], num_rows: int, num_keys: int) -> HostRanges:

@@ -125,7 +125,7 @@ _OPTIONS = "float softmax_scale, bool deterministic, bool sanity_check, str impl
     " -> (Tensor, Tensor, Tensor)",
 )
 def _forward_operator(q, kv, sink, entries, dim_v, return_max_logits, softmax_scale, deterministic, sanity_check, impl):
-    dtype, pattern = accumulate_dtype(q.dtype), SparsePattern((entries,), 1, 1, False)
+    dtype, pattern = accumulate_dtype(q.dtype), SparsePattern.of_keys(entries)
     if sanity_check:
         check_numbers(pattern, kv.shape[0])
         require_finite({"q": q, "kv": kv, "sink": sink}, describe_row)
@@ -159,7 +159,7 @@ def _backward_operator(dout, q, kv, sink, out, lse, entries, dim_v, softmax_scal
         kernels = _implementation(impl, q, kv, dim_v)
         delta = kernels.row_delta(dout, out)
         inputs = BackwardInputs(q, kv, kv[..., :dim_v], dout, lse, delta)
-        dq, dkv = kernels.backward(inputs, SparsePattern((entries,), 1, 1, False), softmax_scale, deterministic)
+        dq, dkv = kernels.backward(inputs, SparsePattern.of_keys(entries), softmax_scale, deterministic)
     dsink = lse.new_empty(0) if sink is None else sink_gradient(sink, lse, delta).contiguous()
     return dq.contiguous(), dkv.contiguous(), dsink
 

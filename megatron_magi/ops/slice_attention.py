@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,26 +10,17 @@ from megatron_magi.checks import flag
 from megatron_magi.mask import AttnMask
 from megatron_magi.operands.finite import describe_by_bands, require_finite
 from megatron_magi.operands.meta import AttnForwardMeta
-from megatron_magi.operands.options import AttnOptions, check_bands, check_qkv, check_sink, make_options, written_out
+from megatron_magi.operands.options import check_bands, check_qkv, check_sink, make_options, written_out
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.slice_operator import slice_attention_traced
+from megatron_magi.ops.slice_passes import SliceCall, attend_back
 from megatron_magi.ops.slice_passes import attend as attend_forward
-from megatron_magi.ops.slice_passes import attend_back
-
-
-class _Call(NamedTuple):
-    """Non-tensor arguments as one object: each argument of an autograd function costs host time."""
-
-    bands: np.ndarray
-    options: AttnOptions
-    impl: str
-    return_max_logits: bool
 
 
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sink, call: _Call):
-        (out, lse, max_logits), ctx.program = attend_forward(q, k, v, sink, *call)
+    def forward(ctx, q, k, v, sink, call: SliceCall):
+        (out, lse, max_logits), ctx.program = attend_forward(q, k, v, sink, call)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.call = call
         ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))
@@ -44,11 +33,10 @@ class _SliceAttention(torch.autograd.Function):
         if dout is None:
             return (None,) * 5
         q, k, v, sink, out, lse = saved
-        bands, options, impl, _ = ctx.call
-        if options.sanity_check:
-            require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(bands))
+        if ctx.call.options.sanity_check:
+            require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(ctx.call.bands))
         wanted = sink if ctx.needs_input_grad[3] else None
-        grads = attend_back(dout, (q, k, v), wanted, out, lse, bands, options, impl, ctx.program)
+        grads = attend_back(dout, (q, k, v), wanted, out, lse, ctx.call, ctx.program)
         return *grads, None
 
 
@@ -122,28 +110,18 @@ def slice_attention(
     if sink is not None:
         check_sink(sink, q)
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin, sanity_check)
-    return attend(q, k, v, sink, bands, options, impl, return_max_logits)
+    return attend(q, k, v, sink, SliceCall(bands, options, impl, return_max_logits))
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    bands: np.ndarray,
-    options: AttnOptions,
-    impl: str,
-    return_max_logits: bool,
-) -> tuple[Tensor, AttnForwardMeta]:
+def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: SliceCall) -> tuple[Tensor, AttnForwardMeta]:
     """`slice_attention` of q, k, v and bands that are known to fit together."""
     refuse_tangents(q, k, v, sink)
     q, k, v, sink = written_out(q, k, v, sink)
-    if options.sanity_check:
-        require_finite({"q": q, "k": k, "v": v, "sink": sink}, describe_by_bands(bands))
-    call = _Call(bands, options, impl, return_max_logits)
+    if call.options.sanity_check:
+        require_finite({"q": q, "k": k, "v": v, "sink": sink}, describe_by_bands(call.bands))
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     if wanted and torch.is_grad_enabled():
         out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, call)
     else:
-        (out, lse, max_logits), _ = attend_forward(q, k, v, sink, *call)
+        (out, lse, max_logits), _ = attend_forward(q, k, v, sink, call)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)

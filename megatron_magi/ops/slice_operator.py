@@ -19,7 +19,7 @@ from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.operands.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
 from megatron_magi.ops.derivatives import refuse_second
 from megatron_magi.ops.mask_tensors import bands_of
-from megatron_magi.ops.slice_passes import attend, attend_back, program_of
+from megatron_magi.ops.slice_passes import SliceCall, attend, attend_back, program_of
 
 # A captured CUDA graph would replay the launch of one mask for all.
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
@@ -47,7 +47,7 @@ def _forward_operator(
     bands, options = _checked(q, k, v, sink, mask, softmax_scale, softcap, deterministic, sm_margin, sanity_check)
     if sanity_check:
         require_finite({"q": q, "k": k, "v": v, "sink": sink}, describe_by_bands(bands))
-    (out, lse, max_logits), _ = attend(q, k, v, sink, bands, options, impl, return_max_logits)
+    (out, lse, max_logits), _ = attend(q, k, v, sink, SliceCall(bands, options, impl, return_max_logits))
     return out, lse, lse.new_empty(0) if max_logits is None else max_logits
 
 
@@ -73,7 +73,7 @@ def _backward_operator(
     if sanity_check:
         require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(bands))
     program = program_of(q, k, v, bands, options, impl)
-    *grads, dsink = attend_back(dout, (q, k, v), sink, out, lse, bands, options, impl, program)
+    *grads, dsink = attend_back(dout, (q, k, v), sink, out, lse, SliceCall(bands, options, impl, False), program)
     return *grads, lse.new_empty(0) if dsink is None else dsink
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, Forward
 from megatron_magi.profiling import profiled_backward, profiled_forward
 
 __all__ = [
+    "SliceCall",
     "attend",
     "attend_back",
     "backend_that",
@@ -48,6 +50,23 @@ __all__ = [
     "table_backend",
     "why_not",
 ]
+
+
+class SliceCall(NamedTuple):
+    """Non-tensor arguments of attention over a mask, as one object: each argument of an autograd function costs host
+    time.
+
+    Attributes:
+        bands: of the mask.
+        options: of the call.
+        impl: as in `slice_attention_forward`.
+        return_max_logits: likewise.
+    """
+
+    bands: np.ndarray
+    options: AttnOptions
+    impl: str
+    return_max_logits: bool
 
 
 def resolve_impl(
@@ -189,16 +208,10 @@ def program_of(
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    bands: np.ndarray,
-    options: AttnOptions,
-    impl: str,
-    return_max_logits: bool,
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: SliceCall
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Program | None]:
     """`forward_pass` of a whole mask: output, lse and largest logits, and the prepared passes if there are any."""
+    bands, options, impl, return_max_logits = call
     backend = resolve_impl(impl, q, v, options, (bands,))
     if backend.programs is not None:
         program = backend.programs.of_tensors(q, k, v, bands, options)
@@ -213,13 +226,11 @@ def attend_back(
     sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    bands: np.ndarray,
-    options: AttnOptions,
-    impl: str,
+    call: SliceCall,
     program: Program | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and of the sink, None if not wanted; the backward of `attend`."""
-    q, k, v = qkv
+    (q, k, v), (bands, options, impl, _) = qkv, call
     found = None
     if program is not None:
         found = program.backward(dout, qkv, out, lse, options, q.dtype, sink is not None)

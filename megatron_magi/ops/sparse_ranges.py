@@ -92,11 +92,11 @@ def _is_faster(lists: BlockLists, heads: int, deterministic: bool) -> bool:
 def _pattern(lists: BlockLists, device: torch.device) -> SparsePattern:
     if lists.k_block > 1:
         tensors = tuple(torch.from_numpy(x).to(device) for x in (lists.offsets[None], lists.entries))
-        return SparsePattern(tensors, lists.q_block, lists.k_block, False)
+        return SparsePattern(tensors, lists.q_block, lists.k_block, causal=False)
     counts = np.diff(lists.offsets)
     table = np.full((1, len(counts), int(counts.max(initial=1))), -1, dtype=np.int32)
     table[0][np.arange(table.shape[2]) < counts[:, None]] = lists.entries
-    return SparsePattern((torch.from_numpy(table).to(device),), 1, 1, False)
+    return SparsePattern.of_keys(torch.from_numpy(table).to(device))
 
 
 def block_lists(table: np.ndarray, num_rows: int, num_keys: int) -> BlockLists | None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_magi.plan import cpp_solver
 from megatron_magi.plan.swaps import Shards, gather, repair, sum_by_rank
-from megatron_magi.plan.traffic import Holdings, Start, Traffic
+from megatron_magi.plan.traffic import Holdings, SearchInput, Start, Traffic
 
 _RUNGS = (1500, 1200, 1100, 1050, 1020, 1010, 1005, 1001)
 """Target loads of repair, one after the other rather than the lowest at once, so that there are more swaps to choose
@@ -43,22 +43,14 @@ def affinity(
     starts = _starts(area, capacity, tight, max(limits))
     targets = [tight * rung // _RUNGS[-1] for rung in _RUNGS]
     run = cpp_solver.search if use_cpp else search
-    return run(traffic, area, balanced, starts, targets, limits)
+    return run(SearchInput(traffic, area, balanced, starts, targets, limits))
 
 
-def search(
-    traffic: Traffic,
-    area: np.ndarray,
-    balanced: np.ndarray,
-    starts: list[Start],
-    targets: list[int],
-    limits: list[int],
-) -> np.ndarray:
-    """Completes and repairs each start, and returns for each limit the best dispatch visited.
-
-    Args:
-        targets: loads to repair to, one after the other, decreasing.
+def search(of: SearchInput) -> np.ndarray:
+    """Completes and repairs each start, and returns for each limit the best dispatch visited, int64
+    ``[num_limits, num_chunks]``.
     """
+    traffic, area, balanced, starts, targets, limits = of
     capacity, within = np.bincount(balanced), np.array(limits)
     best = np.tile(balanced, (len(limits), 1))
     fewest = np.full(len(limits), Holdings(traffic, balanced, len(capacity)).fetched)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,20 @@ _FEWEST_CHUNKS_PER_RANK = 4
 """Short sequences: balance matters more than full tiles."""
 _MAX_PADDING = 1 << 16
 """Most rows of padding for a rank. More is a mistake in a size; less may be a short batch of a long run."""
+
+
+class ChunkedMask(NamedTuple):
+    """A mask whose tokens, cut into chunks, are to be dealt to ranks.
+
+    Attributes:
+        mask: of the whole sequence.
+        bounds: of the chunks, int64 ``[num_chunks + 1]``.
+        cp_size: number of ranks.
+    """
+
+    mask: AttnMask
+    bounds: np.ndarray
+    cp_size: int
 
 
 def chunk_bounds(total_seqlen: int, cp_size: int, config: DispatchConfig) -> np.ndarray:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
+from megatron_magi.plan.chunks import ChunkedMask
 from megatron_magi.plan.partition import Runs, from_others
 from megatron_magi.plan.swaps import sum_by_rank
 
 
-class Counts(NamedTuple):
-    """Counts of a dispatch, int64 ``[2, cp_size]`` each.
+class Work(NamedTuple):
+    """What ranks compute.
 
     A *piece* is the part of one band in the rows of one run; its own keys, and its fetched keys, are contiguous on a
     rank. Rows and keys are counted once for each piece.
 
     Attributes:
-        area: visible pairs with own keys, and with fetched ones.
+        area: visible pairs.
         rows: rows that see some of these keys.
         keys: keys that are seen.
         row_edges: rows times the diagonals that cut their piece.
@@ -27,8 +28,6 @@ class Counts(NamedTuple):
         starts: different first rows of pieces.
         tallest: most rows that see the same key, assuming that a key of a piece is seen by all its rows, or by as many
             as fit between its diagonals.
-        received: rows that a rank fetches from its own node, and from others.
-        sent: rows that it sends.
     """
 
     area: np.ndarray
@@ -38,27 +37,52 @@ class Counts(NamedTuple):
     key_edges: np.ndarray
     starts: np.ndarray
     tallest: np.ndarray
+
+    def with_fetched(self, fetched: Work) -> Work:
+        """That of one launch over own keys, of which this is, and fetched ones: each row is counted once."""
+        both = Work(*(a + b for a, b in zip(self, fetched, strict=True)))
+        most = Work(*(np.maximum(a, b) for a, b in zip(self, fetched, strict=True)))
+        return both._replace(rows=most.rows, starts=most.starts, tallest=most.tallest)
+
+
+class Counts(NamedTuple):
+    """Counts of a dispatch, int64 ``[2, cp_size]`` each.
+
+    Attributes:
+        work: with own keys, and with fetched ones.
+        received: rows that a rank fetches from its own node, and from others.
+        sent: rows that it sends.
+    """
+
+    work: Work
     received: np.ndarray
     sent: np.ndarray
 
+    @classmethod
+    def of_table(cls, table: Iterable[np.ndarray]) -> Counts:
+        """The inverse of `table`."""
+        *work, received, sent = table
+        return cls(Work(*work), received, sent)
 
-def count(
-    mask: AttnMask,
-    bounds: np.ndarray,
-    rank: np.ndarray,
-    cp_size: int,
-    ranks_per_node: int,
-    host: np.ndarray | None = None,
-) -> Counts:
+    def table(self) -> list[np.ndarray]:
+        """All counts, those of the work first."""
+        return [*self.work, self.received, self.sent]
+
+    def map(self, function: Callable[[np.ndarray], np.ndarray]) -> Counts:
+        """What ``function`` makes of each."""
+        return Counts.of_table(map(function, self.table()))
+
+
+def count(chunked: ChunkedMask, rank: np.ndarray, ranks_per_node: int, host: np.ndarray | None = None) -> Counts:
     """Counts the work and the traffic of a dispatch without making its plan.
 
     Args:
-        bounds: of the chunks, int64 ``[num_chunks + 1]``.
         rank: of each chunk, int64 ``[num_chunks]``.
         ranks_per_node: number of consecutive ranks that share a node.
         host: rank that computes the queries of each chunk, int64 ``[num_chunks]``; ``rank`` when None. The traffic is
             that of keys.
     """
+    mask, bounds, cp_size = chunked
     runs = Runs.of_chunks(bounds, rank)
     host = rank if host is None else host
     first = np.flatnonzero((np.diff(rank, prepend=-1) != 0) | (np.diff(host, prepend=-1) != 0))
@@ -66,26 +90,19 @@ def count(
     pieces, index = bd.tighten_with_index(pieces)
     dst = host[first[run[index]]]
     own, fetched = _spans(pieces, dst, runs)
-    counts = np.zeros((7, 2, cp_size), dtype=np.int64)
+    counts = np.zeros((len(Work._fields), 2, cp_size), dtype=np.int64)
     for place, (spans, area, keys) in enumerate((own, fetched)):
         _count_place(counts[:, place], pieces, dst, spans, area, keys)
-    return Counts(*counts, *_count_travel(pieces, dst, runs, cp_size, ranks_per_node))
+    return Counts(Work(*counts), *_count_travel(pieces, dst, runs, cp_size, ranks_per_node))
 
 
-def count_all(
-    mask: AttnMask,
-    bounds: np.ndarray,
-    ranks: np.ndarray,
-    cp_size: int,
-    ranks_per_node: int,
-    hosts: np.ndarray | None = None,
-) -> Counts:
+def count_all(chunked: ChunkedMask, ranks: np.ndarray, ranks_per_node: int, hosts: np.ndarray | None = None) -> Counts:
     """`count` of several dispatches, int64 ``[num_dispatches, 2, cp_size]`` each; ``ranks`` and ``hosts``: int64
     ``[num_dispatches, num_chunks]``.
     """
     pairs = zip(ranks, ranks if hosts is None else hosts, strict=True)
-    counted = [count(mask, bounds, rank, cp_size, ranks_per_node, host) for rank, host in pairs]
-    return Counts(*np.stack(counted, axis=1))
+    counted = [count(chunked, rank, ranks_per_node, host).table() for rank, host in pairs]
+    return Counts.of_table(np.stack(counted, axis=1))
 
 
 def count_moves(

@@ -100,7 +100,7 @@ def _library() -> ctypes.CDLL:
 
 def predict_all(counts: Counts, num_rows: Sequence[int], rates: Rates, overlap: OverlapConfig) -> list[Prediction]:
     """`predict.predict_all` without queries that travel."""
-    model, table = _model(rates, overlap), np.ascontiguousarray(np.stack(counts, axis=1), dtype=np.int64)
+    model, table = _model(rates, overlap), np.ascontiguousarray(np.stack(counts.table(), axis=1), dtype=np.int64)
     rows, out = np.array(num_rows, dtype=np.int64), np.empty((len(table), 7))
     _library().magi_predict(
         ctypes.addressof(model), table.ctypes.data, rows.ctypes.data, len(table), table.shape[3], out.ctypes.data

@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from megatron_magi.mask import AttnMask
 from megatron_magi.plan import swaps
-from megatron_magi.plan.counts import Counts
-from megatron_magi.plan.traffic import Start, Traffic
+from megatron_magi.plan.chunks import ChunkedMask
+from megatron_magi.plan.counts import Counts, Work
+from megatron_magi.plan.traffic import SearchInput
 from megatron_magi.runtime import cpp_library
 
 _VERSION = 8
 """Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
 _Int = ctypes.c_int64
+_NUM_COUNTS = len(Work._fields) + 2
+"""Of `Counts`: received and sent rows come after the work."""
 
 
 class _Limits(ctypes.Structure):
@@ -66,15 +68,9 @@ def even(area: np.ndarray, capacity: np.ndarray, target: int) -> np.ndarray:
     return rank
 
 
-def search(
-    traffic: Traffic,
-    area: np.ndarray,
-    balanced: np.ndarray,
-    starts: list[Start],
-    targets: list[int],
-    limits: list[int],
-) -> np.ndarray:
+def search(of: SearchInput) -> np.ndarray:
     """`affinity.search` in C++, with equal results."""
+    traffic, area, balanced, starts, targets, limits = of
     arrays = [_array(a) for a in (traffic.first, traffic.needed, traffic.block, traffic.chunk_rows, traffic.block_rows)]
     view = _Traffic(len(area), len(traffic.block_rows), *(a.ctypes.data for a in arrays))
     capacity = np.bincount(balanced)
@@ -99,34 +95,20 @@ def search(
     return ranks
 
 
-def count(
-    mask: AttnMask,
-    bounds: np.ndarray,
-    rank: np.ndarray,
-    cp_size: int,
-    ranks_per_node: int,
-    host: np.ndarray | None = None,
-) -> Counts:
+def count(chunked: ChunkedMask, rank: np.ndarray, ranks_per_node: int, host: np.ndarray | None = None) -> Counts:
     """`counts.count` in C++, with equal results."""
     hosts = None if host is None else host[None]
-    return Counts(*(c[0] for c in count_all(mask, bounds, rank[None], cp_size, ranks_per_node, hosts)))
+    return count_all(chunked, rank[None], ranks_per_node, hosts).map(lambda of_all: of_all[0])
 
 
-def count_all(
-    mask: AttnMask,
-    bounds: np.ndarray,
-    ranks: np.ndarray,
-    cp_size: int,
-    ranks_per_node: int,
-    hosts: np.ndarray | None = None,
-) -> Counts:
+def count_all(chunked: ChunkedMask, ranks: np.ndarray, ranks_per_node: int, hosts: np.ndarray | None = None) -> Counts:
     """`counts.count_all` in C++, with equal results."""
-    num, num_chunks = ranks.shape
-    out = np.empty((num, len(Counts._fields), 2, cp_size), dtype=np.int64)
+    (mask, bounds, cp_size), (num, num_chunks) = chunked, ranks.shape
+    out = np.empty((num, _NUM_COUNTS, 2, cp_size), dtype=np.int64)
     sizes = _Int(num_chunks), _Int(num), _Int(cp_size), _Int(ranks_per_node)
     of_queries = ranks if hosts is None else hosts
     _call("magi_count", mask.bands, _Int(len(mask.bands)), bounds, ranks, of_queries, *sizes, out)
-    return Counts(*out.swapaxes(0, 1))
+    return Counts.of_table(out.swapaxes(0, 1))
 
 
 def spread(arrays: list[np.ndarray], weights: list[int], aims: list[tuple[int, bool]], load: np.ndarray) -> np.ndarray:

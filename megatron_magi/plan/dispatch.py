@@ -9,10 +9,9 @@ import numpy as np
 
 from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.config import DispatchConfig, OverlapConfig
-from megatron_magi.mask import AttnMask
 from megatron_magi.plan import cpp_partition, cpp_predict, cpp_solver
 from megatron_magi.plan.affinity import affinity
-from megatron_magi.plan.chunks import chunk_areas
+from megatron_magi.plan.chunks import ChunkedMask, chunk_areas
 from megatron_magi.plan.counts import count_all
 from megatron_magi.plan.predict import Prediction, predict_all
 from megatron_magi.plan.swaps import refine, sum_by_rank
@@ -28,12 +27,7 @@ _ALIKE = 1.01
 
 
 def assign_chunks(
-    mask: AttnMask,
-    bounds: np.ndarray,
-    cp_size: int,
-    config: DispatchConfig,
-    overlap: OverlapConfig,
-    ranks_per_node: int | None = None,
+    chunked: ChunkedMask, config: DispatchConfig, overlap: OverlapConfig, ranks_per_node: int | None = None
 ) -> np.ndarray:
     """The rank of each chunk, int64 ``[num_chunks]``.
 
@@ -44,18 +38,19 @@ def assign_chunks(
         overlap: how stages will be chosen, and the shape of the attention, for the times that ``auto`` predicts.
         ranks_per_node: see `CommConfig`; those of the rates when None.
     """
-    found = candidates(mask, bounds, cp_size, config)
+    found = candidates(chunked, config)
     if len(found) == 1:
         return next(iter(found.values()))
-    return found[fastest(predictions(found, mask, bounds, cp_size, config, overlap, ranks_per_node))]
+    return found[fastest(predictions(found, chunked, config, overlap, ranks_per_node))]
 
 
-def candidates(mask: AttnMask, bounds: np.ndarray, cp_size: int, config: DispatchConfig) -> dict[str, np.ndarray]:
+def candidates(chunked: ChunkedMask, config: DispatchConfig) -> dict[str, np.ndarray]:
     """The candidate dispatches by name: one, or with ``auto`` several that differ from each other.
 
     The names are those of `DispatchConfig.algorithm`, and ``affinity`` with its tolerance. That of
     ``config.balance_tolerance`` is the first.
     """
+    mask, bounds, cp_size = chunked
     num_chunks, algorithm = len(bounds) - 1, config.algorithm
     if cp_size == 1:
         return {algorithm: np.zeros(num_chunks, dtype=np.int64)}
@@ -85,9 +80,7 @@ def candidates(mask: AttnMask, bounds: np.ndarray, cp_size: int, config: Dispatc
 
 def predictions(
     found: dict[str, np.ndarray],
-    mask: AttnMask,
-    bounds: np.ndarray,
-    cp_size: int,
+    chunked: ChunkedMask,
     config: DispatchConfig,
     overlap: OverlapConfig,
     ranks_per_node: int | None = None,
@@ -95,9 +88,9 @@ def predictions(
     """The predicted step of each candidate; arguments as in `assign_chunks`."""
     rates, use_cpp = config.rates or DEFAULT, cpp_solver.chosen(config.planner)
     counts, predicts = (cpp_solver.count_all, cpp_predict.predict_all) if use_cpp else (count_all, predict_all)
-    node, lengths = ranks_per_node or rates.ranks_per_node, np.diff(bounds)
-    counted = counts(mask, bounds, np.stack(list(found.values())), cp_size, node)
-    rows = [int(sum_by_rank(rank, lengths, cp_size).max()) for rank in found.values()]
+    node, lengths = ranks_per_node or rates.ranks_per_node, np.diff(chunked.bounds)
+    counted = counts(chunked, np.stack(list(found.values())), node)
+    rows = [int(sum_by_rank(rank, lengths, chunked.cp_size).max()) for rank in found.values()]
     return dict(zip(found, predicts(counted, rows, rates, overlap), strict=True))
 
 

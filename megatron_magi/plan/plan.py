@@ -13,7 +13,7 @@ from megatron_magi.checks import int_at_least
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import cpp_partition, cpp_predict, cpp_solver
-from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.chunks import ChunkedMask, chunk_bounds
 from megatron_magi.plan.degree import choose_degree
 from megatron_magi.plan.dispatch import assign_chunks
 from megatron_magi.plan.head_groups import copied_chunks, copied_mask, copies_us, num_groups, overlap_of_group
@@ -285,7 +285,7 @@ def make_dispatch(
         )
     nodes = nodes_in_use(ranks_per_node, cp_size)
     overlap = OverlapConfig() if overlap is None else overlap
-    rank = assign_chunks(mask, bounds, cp_size, config, overlap, ranks_per_node)
+    rank = assign_chunks(ChunkedMask(mask, bounds, cp_size), config, overlap, ranks_per_node)
     if nodes is not None and config.algorithm in ("auto", "affinity"):
         rank = gather_in_nodes(mask, bounds, rank, cp_size, nodes)
     return dispatch_from_chunks(total, bounds, rank, cp_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from megatron_magi.backends.costs import kernel_costs_of
 from megatron_magi.config import CostModel, OverlapConfig
 from megatron_magi.cost_model import KernelCosts, Rates
-from megatron_magi.plan.counts import Counts
+from megatron_magi.plan.counts import Counts, Work
 from megatron_magi.plan.degree import choose_degrees
 
 
@@ -36,24 +37,6 @@ class Prediction(NamedTuple):
     num_rows: int = 0
 
 
-class _Stage(NamedTuple):
-    """Counts of what ranks compute with own or with fetched keys, float64 ``[num_dispatches, cp_size]`` (`Counts`)."""
-
-    area: np.ndarray
-    rows: np.ndarray
-    keys: np.ndarray
-    row_edges: np.ndarray
-    key_edges: np.ndarray
-    starts: np.ndarray
-    tallest: np.ndarray
-
-    def with_fetched(self, fetched: _Stage) -> _Stage:
-        """Counts of one launch over own and fetched keys, in which each row is counted once."""
-        both = _Stage(*(a + b for a, b in zip(self, fetched, strict=True)))
-        most = _Stage(*(np.maximum(a, b) for a, b in zip(self, fetched, strict=True)))
-        return both._replace(rows=most.rows, starts=most.starts, tallest=most.tallest)
-
-
 def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig) -> Prediction:
     """Predicts a step; the same on every machine, as it only adds, multiplies, divides and compares.
 
@@ -63,7 +46,7 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
         rates: of the GPU.
         overlap: how stages are chosen and ordered; its ``cost`` has the shape of the attention.
     """
-    return predict_all(Counts(*(c[None] for c in counts)), [num_rows], rates, overlap)[0]
+    return predict_all(counts.map(lambda alone: alone[None]), [num_rows], rates, overlap)[0]
 
 
 class Moved(NamedTuple):
@@ -87,7 +70,7 @@ def predict_all(
         moved: of queries that are not computed where they are held; none when None.
     """
     received = counts.received.sum(axis=1)
-    degrees = choose_degrees(counts.area[:, 0], counts.area[:, 1], received, overlap, rates)
+    degrees = choose_degrees(counts.work.area[:, 0], counts.work.area[:, 1], received, overlap, rates)
     # Kernels wait for rows of their own node only.
     at_once = (degrees > 0) & ~counts.received[:, 1].any(axis=1)
     at_once &= overlap.one_launch and overlap.degree != 0 and not overlap.hide_tail_reduce
@@ -101,7 +84,7 @@ def predict_all(
     found: dict[int, Prediction] = {}
     for (forward, backward, degree), those in alike.items():
         rows = np.array([num_rows[at] for at in those])[:, None]
-        of_those = counts if len(those) == len(degrees) else Counts(*(c[those] for c in counts))
+        of_those = counts if len(those) == len(degrees) else counts.map(itemgetter(those))
         moving = None if moved is None else Moved(*(x[those] for x in moved))
         made = _predict_alike(of_those, rows, rates, overlap, degree, (forward, backward), moving)
         found.update(zip(those, made, strict=True))
@@ -125,7 +108,7 @@ def _predict_alike(
         at_once: whether the forward, and the backward, is one launch.
     """
     received, sent = counts.received.sum(axis=1), counts.sent.sum(axis=1)
-    own, fetched = (_Stage(*(c[:, place].astype(np.float64) for c in counts[:7])) for place in (0, 1))
+    own, fetched = (Work(*(c[:, place].astype(np.float64) for c in counts.work)) for place in (0, 1))
     kernels = kernel_costs_of(rates.device)
     hidden, passes = 0.0 if overlap.degree == 0 else rates.hidden, []
     saved = np.where((received > 0) & (sent > 0), 0.0, rates.host_one_way_us)
@@ -139,7 +122,7 @@ def _predict_alike(
         if one:
             device = _at_once_us(attend(both), fetch, hidden) + reduce
         else:
-            device = _pass_us(attend(own), attend(fetched, True), fetch, reduce, degree, hidden)
+            device = _pass_us(attend(own), attend(fetched, adds=True), fetch, reduce, degree, hidden)
         issue, of_stage = rates.host_us(is_backward)
         device, more_us = device + steps.ends_us(is_backward), 0.0
         if moved is not None:
@@ -160,9 +143,9 @@ def _predict_alike(
 
 def kernels_us(counts: Counts, num_rows: int, rates: Rates, cost: CostModel) -> tuple[float, float]:
     """Microseconds of the forward and of the backward kernels where nothing is fetched, on the slowest rank."""
-    own = _Stage(*(c[None, 0].astype(np.float64) for c in counts[:7]))
-    steps = _Steps(np.array([[num_rows]]), rates, kernel_costs_of(rates.device), cost, False)
-    return float(steps.forward(own).max()), float(steps.backward(own).max() + steps.ends_us(True).item())
+    own = Work(*(c[None, 0].astype(np.float64) for c in counts.work))
+    steps = _Steps(np.array([[num_rows]]), rates, kernel_costs_of(rates.device), cost, is_staged=False)
+    return float(steps.forward(own).max()), float(steps.backward(own).max() + steps.ends_us(is_backward=True).item())
 
 
 class _Steps(NamedTuple):
@@ -176,7 +159,7 @@ class _Steps(NamedTuple):
     cost: CostModel
     is_staged: bool
 
-    def _packed(self, stage: _Stage) -> np.ndarray:
+    def _packed(self, stage: Work) -> np.ndarray:
         """Query heads that share a tile, on each rank."""
         group = max(1, self.cost.num_heads_q // self.cost.num_heads_kv)
         is_short = (stage.starts > 1) & (self.num_rows < self.kernels.short_rows * stage.starts)
@@ -185,7 +168,7 @@ class _Steps(NamedTuple):
     def _memory_us(self, bytes_a_row: float, rows: np.ndarray) -> np.ndarray:
         return rows * (bytes_a_row * self.cost.num_heads_q) / (self.rates.memory_gbytes_per_s * 1e3)
 
-    def forward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
+    def forward(self, stage: Work, adds: bool = False) -> np.ndarray:
         """Microseconds of the forward over a stage, all its parts together; ``adds``: merges with earlier results."""
         packed, most_keys = self._packed(stage), self.kernels.tall_tile_keys[128, 128][1]
         is_tall = (packed > 1) | (stage.area >= most_keys * self.num_rows)
@@ -201,7 +184,7 @@ class _Steps(NamedTuple):
         tail = self._with_tail(stage.rows * self.cost.num_heads_q / height)
         return flops * tail / (self.rates.forward_tflops * 1e6) + merged + launches
 
-    def backward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
+    def backward(self, stage: Work, adds: bool = False) -> np.ndarray:
         """Microseconds of the backward over a stage, all its parts together; ``adds``: adds to earlier dq."""
         rates, (dk, dv), packed = self.rates, self.cost.head_dims, self._packed(stage)
         separate = self._has_separate_dq(stage, packed)
@@ -228,7 +211,7 @@ class _Steps(NamedTuple):
             + rates.backward_us
         )
 
-    def _has_separate_dq(self, stage: _Stage, packed: np.ndarray) -> np.ndarray:
+    def _has_separate_dq(self, stage: Work, packed: np.ndarray) -> np.ndarray:
         """Whether dq has a kernel of its own, on each rank."""
         keys, sum_bytes = stage.area / self.num_rows, 4 * self.num_rows * self.cost.num_heads_q * self.cost.head_dim
         some, single = (

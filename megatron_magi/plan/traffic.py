@@ -57,6 +57,26 @@ class Traffic:
         return i, self.needed[at]
 
 
+class SearchInput(NamedTuple):
+    """What `affinity.search` takes.
+
+    Attributes:
+        traffic: what chunks need.
+        area: of each chunk, int64 ``[num_chunks]``.
+        balanced: a dispatch, which gives the number of chunks of each rank.
+        starts: dispatches of some chunks, each of which is completed and repaired.
+        targets: loads to repair to, one after the other, decreasing.
+        limits: of the load, for each of which the best dispatch is sought.
+    """
+
+    traffic: Traffic
+    area: np.ndarray
+    balanced: np.ndarray
+    starts: list[Start]
+    targets: list[int]
+    limits: list[int]
+
+
 class Holdings:
     """How many chunks of each rank need a block, and how many of its rows the rank holds: ``[cp_size, num_blocks]``.
 

@@ -16,7 +16,7 @@ from megatron_magi.cost_model import Rates
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
 from megatron_magi.plan import cpp_solver
-from megatron_magi.plan.chunks import chunk_areas
+from megatron_magi.plan.chunks import ChunkedMask, chunk_areas
 from megatron_magi.plan.counts import count_all, count_moves
 from megatron_magi.plan.partition import Runs
 from megatron_magi.plan.predict import Moved, Prediction, predict_all
@@ -126,12 +126,12 @@ def choose_hosts(mask: AttnMask, dispatch: Dispatch, config: MagiConfig) -> Choi
     node = config.comm.ranks_per_node or rates.ranks_per_node
     weights = Weights.of(config.overlap.cost, rates, node)
     aims = _aims(load, node)
-    use_native = cpp_solver.chosen(config.dispatch.planner)
-    made = (_spread_natively if use_native else spread)(blocks, weights, aims, load)
+    use_cpp = cpp_solver.chosen(config.dispatch.planner)
+    made = (_spread_in_cpp if use_cpp else spread)(blocks, weights, aims, load)
     hosts = np.stack(list({host.tobytes(): host for host in (blocks.home, *made)}.values()))  # home first
     homes = np.broadcast_to(blocks.home, hosts.shape)
-    counts = cpp_solver.count_all if use_native else count_all
-    counted = counts(mask, blocks.bounds, np.ascontiguousarray(homes), dispatch.cp_size, node, hosts)
+    counts = cpp_solver.count_all if use_cpp else count_all
+    counted = counts(ChunkedMask(mask, blocks.bounds, dispatch.cp_size), np.ascontiguousarray(homes), node, hosts)
     moved = Moved(*count_moves(blocks.bounds, blocks.home, hosts, dispatch.cp_size, node))
     rows = [max(dispatch.shard_lengths)] * len(hosts)
     found = predict_all(counted, rows, rates, config.overlap, moved)
@@ -214,7 +214,7 @@ def spread(blocks: Blocks, weights: Weights, aims: list[Aim], load: np.ndarray) 
     return [_Spreading(blocks, weights, aim, load).run() for aim in aims]
 
 
-def _spread_natively(blocks: Blocks, weights: Weights, aims: list[Aim], load: np.ndarray) -> np.ndarray:
+def _spread_in_cpp(blocks: Blocks, weights: Weights, aims: list[Aim], load: np.ndarray) -> np.ndarray:
     """`spread` in C++."""
     arrays = [blocks.home, blocks.rows, blocks.area, blocks.low, blocks.high]
     of_rows = [weights.query, weights.key, weights.far, weights.ranks_per_node, MOST_HOSTS, FIXED_ROWS]

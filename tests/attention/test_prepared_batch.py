@@ -90,10 +90,11 @@ def one_rank_alone(monkeypatch):
     def step(name):
         return Step(driver.Kernel(name, 1, 0), 1, struct("common/arrivals.cuh", "ArrivalFlags")())
 
-    def get_step(tensors, args, group, impl, into, sources, places):
+    def get_step(rows, args, group, impl):
         native.asked += 1
         brings = step("get_rows")
-        return None if impl != "native" else (native, Arriving(into, places, brings, 0, 0, 0, 0, 0, native.is_only))
+        arriving = Arriving(rows.into, rows.places, brings, 0, 0, 0, 0, 0, native.is_only)
+        return None if impl != "native" else (native, arriving)
 
     monkeypatch.setattr(fused_comm, "get_step", get_step)
     monkeypatch.setattr(fused_comm, "put_step", lambda *_: step("put_rows"))

@@ -83,7 +83,7 @@ def alternate(rank: int, num_ranks: int) -> None:
         return counted(self, call, digest)
 
     StoreChannel.vote = vote
-    for turn in range(4):
+    for turn in range(3):
         votes.clear()
         for number, size in enumerate((1, 4, 2, 1, 2, 4)):
             lengths = LENGTHS[size][(rank // size + number) % 2]
@@ -93,7 +93,7 @@ def alternate(rank: int, num_ranks: int) -> None:
         held.append(handles())
         if turn > 1:
             assert not votes, "calls that follow each other as before are not compared"
-    assert held[1] == held[2] == held[3]
+    assert held[1] == held[2]
     assert len(collective_checks._logs) == 2, "of the groups of several ranks"
 
 
@@ -105,7 +105,7 @@ def make_and_destroy(rank: int, num_ranks: int) -> None:
     """Groups that exist for one microbatch only leave nothing behind."""
     held = []
     be_quick()
-    for turn in range(7):
+    for turn in range(5):
         made, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]] if turn % 2 else [[0, 1, 2, 3]])
         step(made, [40], "zigzag", turn)
         dist.barrier()

@@ -17,7 +17,7 @@ from megatron_magi.plan import Dispatch, Plan, given_dispatch, make_plan
 from tests import forced
 from tests.attention import cases as cs
 from tests.attention.test_distributed import run_case
-from tests.attention.test_layouts import check, check_drawn, scattered, two_nodes
+from tests.attention.test_layouts import check, check_drawn, check_on_gpus, scattered, two_nodes
 
 
 def plans_of(case: cs.Case, num_ranks: int) -> list[Plan]:
@@ -154,9 +154,7 @@ def test_bytes_are_those_of_the_plan(ranks, dtype) -> None:
 @pytest.mark.ranks(2)
 @cs.by_kernels
 def test_queries_travel_between_gpus(ranks, variants) -> None:
-    num_ranks, todo = 2, variants()[::4]
-    run = functools.partial(run_travel, device="cuda")
-    check(todo, ranks(num_ranks, run, todo, backend="nccl", timeout_s=240.0))
+    check_on_gpus(variants()[::4], ranks, run_travel)
 
 
 @pytest.mark.gpu

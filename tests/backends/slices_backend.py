@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_magi import config
 from megatron_magi.backends import registry
 from megatron_magi.backends.base import Backend, HostTables, MaskTables, Ready, StageMasks, StageTables, TableUse
-from megatron_magi.operands.merge import accumulate_dtype, merge_, merge_sink_
+from megatron_magi.operands.merge import accumulate_dtype, merge_, write_result_
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 
@@ -103,10 +103,9 @@ class Slices(Backend):
         inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput, **hints: Any
     ) -> None:
         q, k, v, sink_lse = inputs
-        out, lse, accumulate, max_logits = output
         dtype = accumulate_dtype(q.dtype)
-        whole = torch.zeros(out.shape, dtype=dtype)
-        sums = torch.full(lse.shape, -torch.inf, dtype=dtype)
+        whole = torch.zeros(output.out.shape, dtype=dtype)
+        sums = torch.full(output.lse.shape, -torch.inf, dtype=dtype)
         largest = torch.full((q.shape[1],), -torch.inf, dtype=dtype)
         for band in table_of(bands).tolist():
             logits, _ = visible_logits(q.to(dtype), k.to(dtype), band, options)
@@ -117,15 +116,9 @@ class Slices(Backend):
             rows = slice(band[0], band[1])
             merge_(whole[rows], sums[rows], part, part_lse.t())
             largest = torch.maximum(largest, logits.amax((1, 2)))
-        if sink_lse is not None:
-            merge_sink_(whole, sums, sink_lse)
-        if accumulate:
-            merge_(out, lse, whole, sums)
-        else:
-            out.copy_(whole)
-            lse.copy_(sums)
-        if max_logits is not None:
-            max_logits.copy_(largest)
+        write_result_(output, whole, sums, sink_lse)
+        if output.max_logits is not None:
+            output.max_logits.copy_(largest)
 
     @staticmethod
     def backward(

@@ -20,6 +20,7 @@ from megatron_magi.calibration.fit import fit_kernels
 from megatron_magi.calibration.measure import masks
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig
 from megatron_magi.cost_model import Rates
+from megatron_magi.plan.chunks import ChunkedMask
 from megatron_magi.plan.counts import count
 from megatron_magi.plan.predict import kernels_us
 
@@ -41,7 +42,8 @@ def test_rates_are_found_again_from_the_times_that_they_predict(changed) -> None
     times = []
     for mask in masks():
         rows = mask.total_seqlen_q
-        times.append(kernels_us(count(mask, np.array([0, rows]), np.array([0]), 1, 1), rows, true, cost))
+        counts = count(ChunkedMask(mask, np.array([0, rows]), 1), np.array([0]), 1)
+        times.append(kernels_us(counts, rows, true, cost))
     start = replace(H100, forward_tflops=1.0, backward_tflops=1.0, tile_columns=1.0, tile_rows=1.0)
     found = fit_kernels(masks(), *zip(*times, strict=True), start, cost)
     for name in ("forward_tflops", "backward_tflops", "tile_columns", "tile_rows", "forward_us", "backward_us"):

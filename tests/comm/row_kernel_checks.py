@@ -70,8 +70,9 @@ def check_merge(device: str) -> None:
             # What does count stays as it is: an infinite weight takes all, NaN is seen.
             part_lse[4, 0], part_lse[7, -1], part_out[10, -1, 0] = torch.inf, torch.nan, torch.nan
             expected, got = (out.clone(), lse.clone()), (out.clone(), lse.clone())
-            rows.merge_rows(part_out, part_lse, arrivals, *expected)
-            triton_rows.merge_rows(part_out, part_lse, arrivals, *got)
+            part = rows.PartialRows(part_out, part_lse)
+            rows.merge_rows(part, arrivals, expected)
+            triton_rows.merge_rows(part, arrivals, got)
             for a, b in zip(got, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 

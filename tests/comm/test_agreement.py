@@ -20,14 +20,11 @@ from megatron_magi.comm.board import NUM_SLOTS
 from megatron_magi.comm.collective_checks import log_of
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.test_collective_checks import be_quick
+from tests.refusals import refusal
 
 
 def message_of(rank, num_ranks, values):
-    try:
-        start_agreement(values[rank], None, "plan").wait()
-    except RuntimeError as error:
-        return str(error)
-    return None
+    return refusal(lambda: start_agreement(values[rank], None, "plan").wait())
 
 
 def test_ranks_that_agree_pass(ranks):

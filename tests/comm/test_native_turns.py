@@ -14,6 +14,7 @@ from megatron_magi.comm.impl import native
 from megatron_magi.comm.movement import SentRows
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import rows_of
+from megatron_magi.cuda.arriving import StepRows
 from megatron_magi.cuda.params import struct
 from tests.comm.random_transfers import Transfers
 
@@ -174,6 +175,6 @@ def test_attention_starts_beside_the_kernel_that_brings_rows_unless_other_groups
     launch = SimpleNamespace(step=lambda *lists: lists)
     monkeypatch.setattr(mover, "_launches", lambda *_: (launch,), raising=False)
     x = [torch.zeros(4, 64)]
-    made = mover.arriving(x, None, RowLayout.of(x), x, "sources", "places")
+    made = mover.arriving(StepRows(x, x, "sources", "places"), None, RowLayout.of(x))
     assert made.step == ("sources", "places") and made.overlaps == (num_groups == 1)
     assert (made.notice, made.timeout_ns) == (16, 5) and 64 < made.broken < made.call

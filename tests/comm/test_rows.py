@@ -31,7 +31,8 @@ def test_rows_merge_as_whole_tensors_do_also_with_nan_and_infinity():
     for part in range(1, PARTS):
         merge_(*expected, out[part], lse[part])
     local_rows = np.tile(np.arange(7), PARTS - 1)
-    rows.merge_rows(out[1:].flatten(0, 1), lse[1:].flatten(0, 1), arrivals_of(local_rows, "cpu"), *merged)
+    parts = rows.PartialRows(out[1:].flatten(0, 1), lse[1:].flatten(0, 1))
+    rows.merge_rows(parts, arrivals_of(local_rows, "cpu"), merged)
     for a, b in zip(merged, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13, equal_nan=True)
 
@@ -40,7 +41,8 @@ def test_nan_that_counts_stays_visible_and_garbage_without_weight_does_not():
     out, lse = partial_results()
     merged = [out[0].clone(), lse[0].clone()]
     local_rows = np.tile(np.arange(7), PARTS - 1)
-    rows.merge_rows(out[1:].flatten(0, 1), lse[1:].flatten(0, 1), arrivals_of(local_rows, "cpu"), *merged)
+    parts = rows.PartialRows(out[1:].flatten(0, 1), lse[1:].flatten(0, 1))
+    rows.merge_rows(parts, arrivals_of(local_rows, "cpu"), merged)
     assert merged[0][0, 0].isnan().tolist() == [False, True, False]
     assert merged[0][5].isnan().all() and merged[1][5].isnan().all()
     assert not merged[0][3].any() and (merged[1][3] == -torch.inf).all()

@@ -84,7 +84,7 @@ def test_no_number_is_read_by_the_host(monkeypatch, form, causal):
     found = packed_rows(source, packed, requests.source, tokens)
     assert found.shape[0] == packed.block.shape[1] * 8
     assert torch.autograd.grad(found.sum(), source)[0].shape == source.shape
-    assert len(packed.launches(pattern)) == (len(runs) if causal else 1)
+    assert len(packed.parts(pattern)) == (len(runs) if causal else 1)
 
 
 def requests_of(most: int, device: str, capacity: int = 10) -> Requests:

@@ -126,10 +126,10 @@ def fa2_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    window = window_size_left, window_size_right
-    options = (softmax_scale, causal, window, softcap, (None, None), dropout_p, rng_state)
-    fill((dq, dk, dv), run_backward(dout, q, k, v, out, softmax_lse, *options))
-    return torch.empty(0)
+    return fa2_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, None, None, None, None, dropout_p, softmax_scale, causal,
+        window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state,
+    )  # fmt: skip
 
 
 def fa2_varlen_backward(

@@ -18,6 +18,7 @@ from megatron_magi.hf.attention import CP_GROUP
 from megatron_magi.testing.spawn import run_ranks
 from tests.hf.model_types import config_of
 from tests.hf.models import CONFIGS, VOCABULARY, make_model, packed_batch
+from tests.refusals import refusal as refusal_of
 
 
 def with_router_losses(config):
@@ -171,11 +172,7 @@ def hidden_states(model, batch):
 
 def refusal(name):
     """What accelerate's own context parallelism says of a model; empty if it takes it."""
-    try:
-        _attach_context_parallel_hooks(make_model(ALL[name], "eager"))
-    except ValueError as error:
-        return str(error)
-    return ""
+    return refusal_of(_attach_context_parallel_hooks, make_model(ALL[name], "eager")) or ""
 
 
 def table():

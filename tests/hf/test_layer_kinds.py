@@ -17,6 +17,7 @@ from megatron_magi.packing import make_prefix_tree
 from megatron_magi.testing.spawn import run_ranks
 from tests.hf.models import make_model, packed_batch
 from tests.hf.packed_models import REFUSED
+from tests.refusals import refusal
 
 TREE = make_prefix_tree([[5, 6, 7, 8, 1], [5, 6, 7, 9, 9, 2]])
 OTHERS = {
@@ -27,23 +28,15 @@ OTHERS = {
 """Types of transformers' whose layers, as they are by default, are of other kinds."""
 
 
-def raised(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def on_two_ranks(_rank, num_ranks):
     mesh, batch, out = init_device_mesh("cpu", (num_ranks,)), packed_batch(), {}
     for name, config in REFUSED.items():
         model = make_model(config)
         out[name] = {
-            "context_parallel": raised(context_parallel, model, mesh),
-            "shard_batch": raised(shard_batch, batch, mesh, model.config),
-            "log_probs": raised(log_probs, model, TREE, mesh),
-            "automodel": raised(magi_prepare_batch, model, batch, mesh.get_group()),
+            "context_parallel": refusal(context_parallel, model, mesh),
+            "shard_batch": refusal(shard_batch, batch, mesh, model.config),
+            "log_probs": refusal(log_probs, model, TREE, mesh),
+            "automodel": refusal(magi_prepare_batch, model, batch, mesh.get_group()),
         }
     return out
 

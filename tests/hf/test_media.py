@@ -22,6 +22,7 @@ from transformers import (
 from megatron_magi.hf import context_parallel, shard_batch
 from megatron_magi.testing.spawn import run_ranks
 from tests.hf.models import SIZES, loss_and_gradients, make_model, packed_batch
+from tests.refusals import refusal
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -122,14 +123,6 @@ def whole_logits(name):
     return (got - expected)[batch["attention_mask"] > 0].abs().max().item()
 
 
-def raised(model, **batch):
-    try:
-        model(**batch)
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return None
-
-
 def gemma3():
     """Its images see each other: a mask of its own."""
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -163,18 +156,18 @@ def refusals(rank):
     other = batch_of("images")
     other["pixel_values"] += 0.001 * rank
     return {
-        "pixel_values_videos": raised(models["text"], **batch, pixel_values_videos=pixels),
-        "pixel_values": raised(models["gemma3"], **{**batch, "input_ids": with_image}, **images),
-        "token_type_ids": raised(models["gemma3"], **batch, token_type_ids=torch.zeros_like(tokens)),
-        "labels: Qwen2AudioForConditionalGeneration computes its loss by code of its own": raised(
+        "pixel_values_videos": refusal(models["text"], **batch, pixel_values_videos=pixels),
+        "pixel_values": refusal(models["gemma3"], **{**batch, "input_ids": with_image}, **images),
+        "token_type_ids": refusal(models["gemma3"], **batch, token_type_ids=torch.zeros_like(tokens)),
+        "labels: Qwen2AudioForConditionalGeneration computes its loss by code of its own": refusal(
             models["audio"], **batch, input_features=torch.zeros(1, 8, 3000)
         ),
-        "position_ids": raised(models["text"], **batch, position_ids=torch.arange(40).expand(3, 1, 40)),
-        "position_ids: expected [1, 40], or 3 or 4 of these": raised(
+        "position_ids": refusal(models["text"], **batch, position_ids=torch.arange(40).expand(3, 1, 40)),
+        "position_ids: expected [1, 40], or 3 or 4 of these": refusal(
             models["qwen2_5_vl"], **batch, position_ids=torch.arange(40).expand(2, 1, 40)
         ),
-        "pixel_values: model is a unit of FSDP around the language model": raised(in_fsdp, **batch_of("images")),
-        "pixel_values: ranks disagree: rank 1": raised(models["qwen2_5_vl"], **other),
+        "pixel_values: model is a unit of FSDP around the language model": refusal(in_fsdp, **batch_of("images")),
+        "pixel_values: ranks disagree: rank 1": refusal(models["qwen2_5_vl"], **other),
     }
 
 

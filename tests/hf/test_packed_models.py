@@ -12,19 +12,6 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 import megatron_magi
 from tests.hf import packed_models
 from tests.hf.models import make_model
-from tests.hf.packed_models import (
-    ALL,
-    MODELS,
-    REFUSED,
-    compare,
-    documents,
-    fresh_state,
-    kinds,
-    options,
-    padded,
-    refusal,
-    table,
-)
 
 PAGE = Path(megatron_magi.__file__).parents[1] / "docs/hugging_face.md"
 
@@ -32,21 +19,21 @@ PAGE = Path(megatron_magi.__file__).parents[1] / "docs/hugging_face.md"
 def train(folder, cp_size):
     """Each model, packed; on one rank with eager attention and a row for each document."""
     out = {}
-    for name, config in MODELS.items():
-        fresh_state()
+    for name, config in packed_models.MODELS.items():
+        packed_models.fresh_state()
         model = make_model(config, "eager" if cp_size == 1 else "magi")
-        samples = [{"input_ids": tokens} for tokens in documents()]
-        collator = padded if cp_size == 1 else DataCollatorWithFlattening()
+        samples = [{"input_ids": tokens} for tokens in packed_models.documents()]
+        collator = packed_models.padded if cp_size == 1 else DataCollatorWithFlattening()
         out[name] = packed_models.train(
-            Trainer(model, TrainingArguments(**options(folder, cp_size)), collator, samples)
+            Trainer(model, TrainingArguments(**packed_models.options(folder, cp_size)), collator, samples)
         )
     return out
 
 
 def on_ranks(rank, num_ranks, folder):
-    for config in REFUSED.values():
-        fresh_state()
-        arguments = TrainingArguments(**options(f"{folder}/{rank}", num_ranks))
+    for config in packed_models.REFUSED.values():
+        packed_models.fresh_state()
+        arguments = TrainingArguments(**packed_models.options(f"{folder}/{rank}", num_ranks))
         with pytest.raises(ValueError, match=r"^model: layers that look at other tokens in another way"):
             Trainer(make_model(config), arguments, DataCollatorWithFlattening(), [{"input_ids": [5, 6]}] * 8).train()
     return train(f"{folder}/{rank}", num_ranks)
@@ -58,18 +45,18 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", packed_models.MODELS)
 def test_the_trainer_on_two_ranks_has_the_losses_of_one_and_nothing_unseen_moves(results, name):
     two_ranks, one_rank = results
     for result in two_ranks:
-        compare(result[name], one_rank[name])
+        packed_models.compare(result[name], one_rank[name])
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", packed_models.ALL)
 def test_accelerates_own_context_parallelism_refuses_what_is_not_full_attention(name):
-    has_full_alone = set(kinds(ALL[name])) == {"full_attention"}
-    assert ("does not support attention layers of type" in refusal(name)) == (not has_full_alone)
+    has_full_alone = set(packed_models.kinds(packed_models.ALL[name])) == {"full_attention"}
+    assert ("does not support attention layers of type" in packed_models.refusal(name)) == (not has_full_alone)
 
 
 def test_the_table_of_the_page_has_the_models_that_are_trained_here():
-    assert table() in PAGE.read_text(), "run: python -m tests.hf.packed_models"
+    assert packed_models.table() in PAGE.read_text(), "run: python -m tests.hf.packed_models"

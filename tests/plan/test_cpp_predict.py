@@ -13,7 +13,7 @@ from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.config import CostModel, OverlapConfig
 from megatron_magi.cost_model import Rates
 from megatron_magi.plan import cpp_predict, cpp_solver
-from megatron_magi.plan.counts import Counts
+from megatron_magi.plan.counts import Counts, Work
 from megatron_magi.plan.degree import choose_degree
 from megatron_magi.plan.predict import predict_all
 
@@ -50,7 +50,7 @@ def models(draw) -> tuple[Rates, OverlapConfig]:
 def random_counts(rng: np.random.Generator, num: int, cp_size: int) -> tuple[Counts, list[int]]:
     """Counts of dispatches of up to a few thousand rows a rank; in some nothing is fetched, or nothing is computed."""
     rows = rng.integers(1, 1 << int(rng.integers(1, 18)), num)
-    table = rng.integers(0, 1 + rows[:, None, None, None], (num, len(Counts._fields), 2, cp_size))
+    table = rng.integers(0, 1 + rows[:, None, None, None], (num, len(Work._fields) + 2, 2, cp_size))
     table *= rng.random(table.shape) < rng.uniform(0.3, 1.2)
     table[:, 0] *= rng.integers(0, 1 + rows)[:, None, None]  # areas
     table[:, 5] = np.minimum(table[:, 5], rng.integers(0, 100))  # starts
@@ -58,7 +58,7 @@ def random_counts(rng: np.random.Generator, num: int, cp_size: int) -> tuple[Cou
         table[:, 7:, 1] = 0  # one node
     if rng.random() < 0.2:
         table[:, 7:] = 0
-    return Counts(*table.swapaxes(0, 1)), rows.tolist()
+    return Counts.of_table(table.swapaxes(0, 1)), rows.tolist()
 
 
 @settings(max_examples=300)
@@ -76,6 +76,6 @@ def test_predictions_of_any_counts_equal_those_in_numpy(model, seed, num, cp_siz
 def test_numbers_of_stages_equal_those_in_numpy(model, seed, cp_size, has_rates) -> None:
     rates, overlap = model
     counts, _ = random_counts(np.random.default_rng(seed), 1, cp_size)
-    areas = [place.astype(np.int64) for place in counts.area[0]]
+    areas = [place.astype(np.int64) for place in counts.work.area[0]]
     given_counts = *areas, counts.received[0].sum(axis=0), overlap, rates if has_rates else None
     assert choose_degree(*given_counts) == cpp_predict.choose_degree(*given_counts)

@@ -14,9 +14,10 @@ from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import Plan, cpp_solver, make_plan, swaps
 from megatron_magi.plan.affinity import search
+from megatron_magi.plan.chunks import ChunkedMask
 from megatron_magi.plan.dispatch import _even, candidates
 from megatron_magi.plan.swaps import sum_by_rank
-from megatron_magi.plan.traffic import Start, Traffic
+from megatron_magi.plan.traffic import SearchInput, Start, Traffic
 from megatron_magi.plan.types import Transfer
 
 from .test_plan import LONG, assume_enough_tokens, configs, masks, uneven_lengths
@@ -98,7 +99,7 @@ def assert_equal_dispatches(mask: AttnMask, chunk: int, cp_size: int, **options)
     """The dispatches that a plan is chosen from; the last chunk may be short."""
     bounds = np.append(np.arange(0, mask.total_seqlen_q, chunk), mask.total_seqlen_q)
     both = (DispatchConfig(planner=planner, **options) for planner in ("python", "native"))
-    ours, theirs = (candidates(mask, bounds, cp_size, config) for config in both)
+    ours, theirs = (candidates(ChunkedMask(mask, bounds, cp_size), config) for config in both)
     assert list(ours) == list(theirs)
     for name in ours:
         np.testing.assert_array_equal(ours[name], theirs[name], name)
@@ -170,13 +171,13 @@ def searches(draw):
             )
         )
     ]
-    return traffic, area, balanced, starts, sorted(loads, reverse=True), draw(st.permutations(loads))
+    return SearchInput(traffic, area, balanced, starts, sorted(loads, reverse=True), draw(st.permutations(loads)))
 
 
 @built
 @settings(max_examples=150)
 @given(
-    arguments=searches(),
+    searched=searches(),
     limits=st.fixed_dictionaries(
         {
             "SWAPS_PER_CHUNK": st.sampled_from([0, 1, swaps.SWAPS_PER_CHUNK]),
@@ -186,13 +187,12 @@ def searches(draw):
         }
     ),
 )
-def test_any_search_finds_what_that_in_python_finds(arguments, limits) -> None:
-    _, area, balanced, _, targets, _ = arguments
+def test_any_search_finds_what_that_in_python_finds(searched, limits) -> None:
     with patch.multiple(swaps, **limits):
-        np.testing.assert_array_equal(cpp_solver.search(*arguments), search(*arguments))
-        for target in (0, *targets):
-            capacity = np.bincount(balanced)
-            np.testing.assert_array_equal(cpp_solver.even(area, capacity, target), _even(area, capacity, target))
+        np.testing.assert_array_equal(cpp_solver.search(searched), search(searched))
+        for target in (0, *searched.targets):
+            loads = searched.area, np.bincount(searched.balanced), target
+            np.testing.assert_array_equal(cpp_solver.even(*loads), _even(*loads))
 
 
 @built

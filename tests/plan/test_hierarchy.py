@@ -8,7 +8,7 @@ import pytest
 from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask.builders import causal, varlen
 from megatron_magi.plan import dispatch_from_chunks, make_plan
-from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.chunks import ChunkedMask, chunk_bounds
 from megatron_magi.plan.dispatch import assign_chunks
 from megatron_magi.plan.nodes import gather_in_nodes, nodes_in_use
 
@@ -48,7 +48,7 @@ def test_neighbours_are_the_best_of_all_pairings_of_four_ranks():
     mask, cp_size = varlen(doc_lengths=[900, 200, 1100, 400, 700, 796], causal=True), 4
     dispatch = DispatchConfig(algorithm="min_heap", chunk_size=64)
     bounds = chunk_bounds(mask.total_seqlen_q, cp_size, dispatch)
-    rank = assign_chunks(mask, bounds, cp_size, dispatch, MagiConfig().overlap)
+    rank = assign_chunks(ChunkedMask(mask, bounds, cp_size), dispatch, MagiConfig().overlap)
 
     def crossing(numbers: np.ndarray) -> int:
         dispatched = dispatch_from_chunks(mask.total_seqlen_q, bounds, numbers, cp_size)

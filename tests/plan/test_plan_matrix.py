@@ -18,7 +18,7 @@ import pytest
 from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import make_plan
-from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.chunks import ChunkedMask, chunk_bounds
 from megatron_magi.plan.dispatch import candidates, predictions
 
 from .test_plan import uneven_lengths
@@ -68,11 +68,9 @@ def parts_of(value: Any) -> Iterator[bytes]:
 
 def digest_of(mask: AttnMask, config: MagiConfig, cp_size: int) -> str:
     text, plan = hashlib.sha256(), make_plan(mask, config, cp_size)
-    bounds = chunk_bounds(mask.total_seqlen_q, cp_size, config.dispatch)
-    found = candidates(mask, bounds, cp_size, config.dispatch)
-    predicted = predictions(
-        found, mask, bounds, cp_size, config.dispatch, config.overlap, config.comm.ranks_per_node
-    )  # fmt: skip
+    chunked = ChunkedMask(mask, chunk_bounds(mask.total_seqlen_q, cp_size, config.dispatch), cp_size)
+    found = candidates(chunked, config.dispatch)
+    predicted = predictions(found, chunked, config.dispatch, config.overlap, config.comm.ranks_per_node)
     assert plan.for_rank(0).moves is None and plan.head_groups == 1 and not any(plan.stats().guest_rows)
     what = plan.plan_hash, plan.dispatch, plan.stats(), plan.for_rank(0), plan.for_rank(cp_size - 1)
     for part in parts_of((*what, *predicted, *(tuple(p) for p in predicted.values()))):

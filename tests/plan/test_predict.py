@@ -17,8 +17,8 @@ from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapC
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_bands, dense_mask
 from megatron_magi.plan import cpp_solver, dispatch_from_chunks, make_dispatch, make_plan, predict
-from megatron_magi.plan.chunks import chunk_bounds
-from megatron_magi.plan.counts import Counts, count
+from megatron_magi.plan.chunks import ChunkedMask, chunk_bounds
+from megatron_magi.plan.counts import Work, count
 from megatron_magi.plan.dispatch import candidates, fastest, predictions
 from megatron_magi.plan.partition import areas_by_place, partition
 
@@ -35,16 +35,17 @@ def batch(kind: str, total: int = 65536, num_documents: int = 20, seed: int = 0)
     return builders.varlen(doc_lengths=lengths, causal=kind == "causal")
 
 
-def scattered(mask: AttnMask, cp_size: int, seed: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+def scattered(mask: AttnMask, cp_size: int, seed: int, chunk: int) -> tuple[ChunkedMask, np.ndarray]:
     """Chunks given to ranks at random."""
     bounds = np.append(np.arange(0, mask.total_seqlen_q, chunk), mask.total_seqlen_q)
-    return bounds, np.random.default_rng(seed).integers(0, cp_size, len(bounds) - 1)
+    rank = np.random.default_rng(seed).integers(0, cp_size, len(bounds) - 1)
+    return ChunkedMask(mask, bounds, cp_size), rank
 
 
 def scored(mask: AttnMask, cp_size: int, config: DispatchConfig):
-    bounds = chunk_bounds(mask.total_seqlen_q, cp_size, config)
-    found = candidates(mask, bounds, cp_size, config)
-    return found, predictions(found, mask, bounds, cp_size, config, OVERLAP)
+    chunked = ChunkedMask(mask, chunk_bounds(mask.total_seqlen_q, cp_size, config), cp_size)
+    found = candidates(chunked, config)
+    return found, predictions(found, chunked, config, OVERLAP)
 
 
 @st.composite
@@ -71,8 +72,8 @@ def banded_masks(draw) -> AttnMask:
     node=st.integers(1, 4),
 )
 def test_counts_in_cpp_equal_those_in_python(mask, cp_size, seed, chunk, node) -> None:
-    bounds, rank = scattered(mask, cp_size, seed, chunk * (LONG if mask.total_seqlen_q >= LONG else 1))
-    for ours, theirs in zip(*(c(mask, bounds, rank, cp_size, node) for c in (count, cpp_solver.count)), strict=True):
+    chunked, rank = scattered(mask, cp_size, seed, chunk * (LONG if mask.total_seqlen_q >= LONG else 1))
+    for ours, theirs in zip(*(c(chunked, rank, node).table() for c in (count, cpp_solver.count)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -84,8 +85,8 @@ def test_counts_in_cpp_equal_those_in_python(mask, cp_size, seed, chunk, node) -
     chunk=st.integers(1, 9),
 )
 def test_counts_are_those_of_the_pieces_of_the_dense_mask(mask, cp_size, seed, chunk) -> None:
-    bounds, rank = scattered(mask, cp_size, seed, chunk)
-    held = np.repeat(rank, np.diff(bounds))
+    chunked, rank = scattered(mask, cp_size, seed, chunk)
+    held = np.repeat(rank, np.diff(chunked.bounds))
     expected, firsts = np.zeros((4, 2, cp_size), dtype=np.int64), [[set() for _ in range(cp_size)] for _ in range(2)]
     runs = np.split(np.arange(len(held)), np.flatnonzero(np.diff(held)) + 1)
     for band, rows in itertools.product(mask.bands, runs):
@@ -97,8 +98,8 @@ def test_counts_are_those_of_the_pieces_of_the_dense_mask(mask, cp_size, seed, c
                 expected[:3, place, this] += seen[:, of].sum(), see.sum(), len(of)
                 firsts[place][this].add(rows[see][0])
     expected[3] = [[len(first) for first in of_place] for of_place in firsts]
-    counts = count(mask, bounds, rank, cp_size, 8)
-    np.testing.assert_array_equal([counts.area, counts.rows, counts.keys, counts.starts], expected)
+    counts = count(chunked, rank, 8)
+    np.testing.assert_array_equal([counts.work.area, counts.work.rows, counts.work.keys, counts.work.starts], expected)
 
 
 @settings(max_examples=50)
@@ -106,11 +107,11 @@ def test_counts_are_those_of_the_pieces_of_the_dense_mask(mask, cp_size, seed, c
     mask=masks(), cp_size=st.integers(1, 6), seed=st.integers(0, 99), chunk=st.integers(1, 9), node=st.integers(1, 4)
 )
 def test_counts_are_those_of_the_plan(mask, cp_size, seed, chunk, node) -> None:
-    bounds, rank = scattered(mask, cp_size, seed, chunk)
-    counts = count(mask, bounds, rank, cp_size, node)
-    dispatch = dispatch_from_chunks(mask.total_seqlen_q, bounds, rank, cp_size)
+    chunked, rank = scattered(mask, cp_size, seed, chunk)
+    counts = count(chunked, rank, node)
+    dispatch = dispatch_from_chunks(mask.total_seqlen_q, chunked.bounds, rank, cp_size)
     part = partition(mask, dispatch)
-    np.testing.assert_array_equal(counts.area, np.stack(areas_by_place(part)))
+    np.testing.assert_array_equal(counts.work.area, np.stack(areas_by_place(part)))
     np.testing.assert_array_equal(counts.received.sum(axis=0), part.remote_rows)
     plan = make_plan(mask, MagiConfig(overlap=OverlapConfig(degree=1)), cp_size, dispatch)
     for this in range(cp_size):
@@ -122,30 +123,30 @@ def test_counts_are_those_of_the_plan(mask, cp_size, seed, chunk, node) -> None:
 @settings(max_examples=50)
 @given(mask=masks(), cp_size=st.integers(1, 4), seed=st.integers(0, 99), chunk=st.integers(1, 9))
 def test_no_key_is_seen_by_more_rows_than_are_counted(mask, cp_size, seed, chunk) -> None:
-    bounds, rank = scattered(mask, cp_size, seed, chunk)
-    counts, held = count(mask, bounds, rank, cp_size, 8), np.repeat(rank, np.diff(bounds))
+    chunked, rank = scattered(mask, cp_size, seed, chunk)
+    counts, held = count(chunked, rank, 8), np.repeat(rank, np.diff(chunked.bounds))
     for this in range(cp_size):
         seen = dense_mask(mask)[held == this].sum(axis=0)
         for place, keys in enumerate((held == this, held != this)):
-            assert seen[keys].max(initial=0) <= counts.tallest[place, this] <= counts.rows[place, this]
+            assert seen[keys].max(initial=0) <= counts.work.tallest[place, this] <= counts.work.rows[place, this]
 
 
 def test_a_key_that_many_rows_see_keeps_its_sm_busy_longer_than_the_others() -> None:
     # As many pairs: all rows see the same 128 keys, or each its own. Keys take all heads: dq has its own kernel.
     shared = AttnMask(np.array([[0, 16384, 0, 128, 0]]), 16384)
     masks = shared, builders.varlen(doc_lengths=[128] * 128, causal=False)
-    counts = [count(mask, np.array([0, 16384]), np.array([0]), 1, 8) for mask in masks]
+    counts = [count(ChunkedMask(mask, np.array([0, 16384]), 1), np.array([0]), 8) for mask in masks]
     one, many = (predict.kernels_us(c, 16384, H100, OVERLAP.cost)[1] for c in counts)
-    assert counts[0].area[0, 0] == counts[1].area[0, 0] and one > 2 * many
+    assert counts[0].work.area[0, 0] == counts[1].work.area[0, 0] and one > 2 * many
 
 
 @pytest.mark.parametrize("planner", ["python", pytest.param("native", marks=built)])
 def test_rows_of_a_window_stay_together_with_few_heads_too(planner) -> None:
     # Key heads of one rank of 8 tensor-parallel ones: a tile of keys is no longer busy than a window is wide.
     mask = builders.sliding_window(1 << 16, 1023, 0)
-    counts = count(mask, np.array([0, 1 << 15, 1 << 16]), np.arange(2), 2, 8)
+    counts = count(ChunkedMask(mask, np.array([0, 1 << 15, 1 << 16]), 2), np.arange(2), 8)
     # The corner before the first whole window is a piece of its own.
-    assert counts.tallest.tolist() == [[2048, 1024], [0, 1023]]
+    assert counts.work.tallest.tolist() == [[2048, 1024], [0, 1023]]
     cost = CostModel(num_heads_q=8, num_heads_kv=1)
     plan = make_plan(mask, MagiConfig(DispatchConfig(planner=planner), overlap=OverlapConfig(cost=cost)), 2)
     assert max(plan.stats().received_rows) == 1023
@@ -153,8 +154,8 @@ def test_rows_of_a_window_stay_together_with_few_heads_too(planner) -> None:
 
 def test_stages_of_one_launch_are_predicted_as_one() -> None:
     mask = batch("causal")
-    bounds, rank = scattered(mask, 4, 0, 1024)
-    counts, overlap = count(mask, bounds, rank, 4, 8), replace(OVERLAP, degree=4)
+    chunked, rank = scattered(mask, 4, 0, 1024)
+    counts, overlap = count(chunked, rank, 8), replace(OVERLAP, degree=4)
     for heads_kv in (1, 8):
         cost = CostModel(num_heads_q=32, num_heads_kv=heads_kv)
         staged, at_once = (
@@ -167,7 +168,7 @@ def test_stages_of_one_launch_are_predicted_as_one() -> None:
         is_small = counts.received.sum(axis=0).max() * cost.row_bytes <= KERNELS.most_forward_bytes
         assert is_small == (heads_kv == 1)
         assert at_once.forward_us < staged.forward_us if is_small else at_once.forward_us == staged.forward_us
-    two = count(mask, bounds, rank % 2, 2, 8)
+    two = count(chunked._replace(cp_size=2), rank % 2, 8)
     assert two.received.sum(axis=0).max() * OVERLAP.cost.row_bytes > KERNELS.most_forward_bytes
     staged, at_once = (predict.predict(two, 32768, H100, replace(overlap, one_launch=one)) for one in (False, True))
     assert at_once.forward_us < staged.forward_us
@@ -175,7 +176,7 @@ def test_stages_of_one_launch_are_predicted_as_one() -> None:
     assert predict.predict(counts, 16384, H100, replace(kept, one_launch=True)) == predict.predict(
         counts, 16384, H100, replace(kept, one_launch=False)
     )
-    counts = count(mask, bounds, rank, 4, 2)  # between nodes rows come stage by stage
+    counts = count(chunked, rank, 2)  # between nodes rows come stage by stage
     assert predict.predict(counts, 16384, H100, overlap) == predict.predict(
         counts, 16384, H100, replace(overlap, one_launch=False)
     )
@@ -185,10 +186,10 @@ def test_nodes_of_the_configuration_come_before_those_of_the_rates() -> None:
     mask = batch("full")
     slow = replace(H100, far_gbytes_per_s=1.0, hidden=0.0)
     config = DispatchConfig(rates=slow)
-    bounds = chunk_bounds(mask.total_seqlen_q, 4, config)
-    found = candidates(mask, bounds, 4, config)
+    chunked = ChunkedMask(mask, chunk_bounds(mask.total_seqlen_q, 4, config), 4)
+    found = candidates(chunked, config)
     times = [
-        predictions(found, mask, bounds, 4, replace(config, rates=rates), OVERLAP, node)["zigzag"].device_us
+        predictions(found, chunked, replace(config, rates=rates), OVERLAP, node)["zigzag"].device_us
         for rates, node in ((slow, None), (slow, 2), (replace(slow, ranks_per_node=2), None))
     ]
     assert times[0] < times[1] == times[2]
@@ -196,12 +197,12 @@ def test_nodes_of_the_configuration_come_before_those_of_the_rates() -> None:
 
 def test_rows_and_keys_are_counted_where_they_are_seen() -> None:
     # Rank 0 has 0 to 4 and 8 to 12; of one causal document, its last rows see own keys on both sides of others'.
-    counts = count(builders.causal(16), np.array([0, 4, 8, 12, 16]), np.array([0, 1, 0, 1]), 2, 8)
-    assert counts.rows.tolist() == [[8, 8], [4, 8]]
-    assert counts.keys.tolist() == [[12, 12], [4, 12]]
-    assert counts.row_edges.tolist() == [[8, 8], [0, 0]]
-    assert counts.starts.tolist() == [[2, 2], [1, 2]]
-    assert counts.tallest.tolist() == [[8, 8], [4, 8]]
+    counts = count(ChunkedMask(builders.causal(16), np.arange(0, 17, 4), 2), np.array([0, 1, 0, 1]), 8)
+    assert counts.work.rows.tolist() == [[8, 8], [4, 8]]
+    assert counts.work.keys.tolist() == [[12, 12], [4, 12]]
+    assert counts.work.row_edges.tolist() == [[8, 8], [0, 0]]
+    assert counts.work.starts.tolist() == [[2, 2], [1, 2]]
+    assert counts.work.tallest.tolist() == [[8, 8], [4, 8]]
     assert counts.received.tolist() == [[4, 8], [0, 0]]
 
 
@@ -219,22 +220,24 @@ def test_rows_and_keys_are_counted_where_they_are_seen() -> None:
 )
 def test_a_slower_machine_is_predicted_to_take_longer(change) -> None:
     mask = batch("causal")
-    bounds, rank = scattered(mask, 4, 0, 1024)
-    counts = count(mask, bounds, rank, 4, 8)
+    chunked, rank = scattered(mask, 4, 0, 1024)
+    counts = count(chunked, rank, 8)
     slower = replace(H100, **{name: getattr(H100, name) * factor for name, factor in change.items()})
     before, after = (predict.predict(counts, 16384, rates, OVERLAP).device_us for rates in (H100, slower))
     assert after > before
 
 
 @settings(max_examples=40)
-@given(seed=st.integers(0, 99), field=st.sampled_from(Counts._fields), more=st.integers(1, 1 << 30))
+@given(
+    seed=st.integers(0, 99), field=st.sampled_from([*Work._fields, "received", "sent"]), more=st.integers(1, 1 << 30)
+)
 def test_more_to_do_never_takes_less(seed, field, more) -> None:
     mask = batch("causal", seed=seed)
-    bounds, rank = scattered(mask, 4, seed, 1024)
-    counts = count(mask, bounds, rank, 4, 8)
+    chunked, rank = scattered(mask, 4, seed, 1024)
+    counts = count(chunked, rank, 8)
     overlap = replace(OVERLAP, degree=1)
     before = predict.predict(counts, 16384, H100, overlap)
-    grown = getattr(counts, field).copy()
+    grown = getattr(counts.work if field in Work._fields else counts, field).copy()
     if field == "area":
         # Whether heads are packed and dq is summed goes by the area as well, and is a choice of the faster way.
         grown[1] += grown[1] * 8 + 16384 * 8192
@@ -242,14 +245,18 @@ def test_more_to_do_never_takes_less(seed, field, more) -> None:
         grown += more
     else:
         return
-    assert predict.predict(counts._replace(**{field: grown}), 16384, H100, overlap).device_us >= before.device_us
+    if field in Work._fields:
+        counts = counts._replace(work=counts.work._replace(**{field: grown}))
+    else:
+        counts = counts._replace(**{field: grown})
+    assert predict.predict(counts, 16384, H100, overlap).device_us >= before.device_us
 
 
 def test_rows_from_other_nodes_take_longer_than_those_of_the_same() -> None:
     mask = batch("full")
-    bounds, rank = scattered(mask, 4, 0, 1024)
+    chunked, rank = scattered(mask, 4, 0, 1024)
     near, far = (
-        predict.predict(count(mask, bounds, rank, 4, node), 16384, replace(H100, hidden=0.0), OVERLAP).device_us
+        predict.predict(count(chunked, rank, node), 16384, replace(H100, hidden=0.0), OVERLAP).device_us
         for node in (4, 2)
     )
     assert far > near
@@ -257,8 +264,8 @@ def test_rows_from_other_nodes_take_longer_than_those_of_the_same() -> None:
 
 def test_communication_that_hides_takes_less_and_no_overlap_the_most() -> None:
     mask = batch("causal")
-    bounds, rank = scattered(mask, 4, 0, 1024)
-    counts = count(mask, bounds, rank, 4, 8)
+    chunked, rank = scattered(mask, 4, 0, 1024)
+    counts = count(chunked, rank, 8)
     all_hidden, half, none = (
         predict.predict(
             counts, 16384, replace(H100, hidden=hidden), replace(OVERLAP, degree=1, one_launch=False)

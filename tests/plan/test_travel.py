@@ -14,6 +14,7 @@ from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConf
 from megatron_magi.mask.builders import causal, full, varlen
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.plan import Dispatch, PlanSet, given_dispatch, make_plan, travel
+from megatron_magi.plan.chunks import ChunkedMask
 from megatron_magi.plan.counts import count, count_moves
 from megatron_magi.plan.predict import Moved, predict_all
 from megatron_magi.plan.swaps import sum_by_rank
@@ -37,9 +38,9 @@ def step_of(mask, dispatch: Dispatch, compute: Dispatch, config: MagiConfig) -> 
     home, host = host_of(dispatch), host_of(dispatch)
     host[: mask.total_seqlen_q] = host_of(compute)[: mask.total_seqlen_q]
     bounds, node = np.arange(len(home) + 1), DEFAULT.ranks_per_node
-    counts = count(mask, bounds, home, dispatch.cp_size, node, host)
+    counts = count(ChunkedMask(mask, bounds, dispatch.cp_size), home, node, host)
     moved = Moved(*count_moves(bounds, home, host[None], dispatch.cp_size, node))
-    counts = type(counts)(*(c[None] for c in counts))
+    counts = counts.map(lambda alone: alone[None])
     rows = [max(dispatch.shard_lengths)]
     return predict_all(counts, rows, config.dispatch.rates, config.overlap, moved)[0].step_us
 

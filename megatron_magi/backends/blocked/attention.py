@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.blocked.block_plan import BlockPlan, KeyChunk, RowBlock, Selection, block_plan
-from megatron_magi.operands.merge import accumulate_dtype, merge_, merge_sink_
+from megatron_magi.operands.merge import accumulate_dtype, write_result_
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 
@@ -27,7 +27,6 @@ from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, Forward
 def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput) -> None:
     """Attention forward; arguments as of `reference.forward`."""
     q, k, v, sink_lse = inputs
-    out, lse, accumulate, max_logits = output
     plan = block_plan(bands, q.shape[1], q.device)
     num_heads_kv, dtype = k.shape[1], accumulate_dtype(q.dtype)
     rows_q, rows_k, rows_v = _queries(q, num_heads_kv, options), _head_major(k), _head_major(v)
@@ -38,19 +37,13 @@ def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, outp
         block_out, largest, block_lse = _attend(block, plan, rows_q, rows_k, rows_v, options)
         _put(result, block, block_out)
         _put(stats[1], block, block_lse)
-        if max_logits is not None:
+        if output.max_logits is not None:
             _put(stats[0], block, largest)
     result = _rows(result)
     row_max, row_lse = (_rows(s)[..., 0] for s in stats)
-    if sink_lse is not None:
-        merge_sink_(result, row_lse, sink_lse)
-    if accumulate:
-        merge_(out, lse, result, row_lse)
-    else:
-        out.copy_(result)
-        lse.copy_(row_lse)
-    if max_logits is not None and len(row_max):
-        max_logits.copy_(row_max.amax(dim=0))
+    write_result_(output, result, row_lse, sink_lse)
+    if output.max_logits is not None and len(row_max):
+        output.max_logits.copy_(row_max.amax(dim=0))
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.mask.dense import dense_bands
-from megatron_magi.operands.merge import accumulate_dtype, merge_
+from megatron_magi.operands.merge import accumulate_dtype, write_result_
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 
@@ -16,23 +16,17 @@ from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, Forward
 def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, output: ForwardOutput) -> None:
     """Writes attention over ``bands`` to ``output``, or merges it into that; arguments are already checked."""
     q, k, v, sink_lse = inputs
-    out, lse, accumulate, max_logits = output
     visible = _visible(bands, q, k)
     q, k, v = _operands(q, k, v, visible)
     logits, _ = _logits(q, k, visible, options)
     row_lse = torch.logsumexp(logits, dim=-1)  # [heads, rows]
     if sink_lse is not None:
-        per_row = sink_lse.expand(lse.shape).t().to(row_lse.dtype)
+        per_row = sink_lse.expand(output.lse.shape).t().to(row_lse.dtype)
         row_lse = torch.logaddexp(row_lse, per_row)
     p = _probabilities(logits, row_lse)
-    result = (p @ v).transpose(0, 1)
-    if accumulate:
-        merge_(out, lse, result, row_lse.t())
-    else:
-        out.copy_(result)
-        lse.copy_(row_lse.t())
-    if max_logits is not None and logits.numel():
-        max_logits.copy_(logits.amax(dim=(1, 2)))
+    write_result_(output, (p @ v).transpose(0, 1), row_lse.t())
+    if output.max_logits is not None and logits.numel():
+        output.max_logits.copy_(logits.amax(dim=(1, 2)))
 
 
 @torch.no_grad()

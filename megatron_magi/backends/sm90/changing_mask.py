@@ -124,15 +124,8 @@ class StaticMask:
 
     Launches with `bands` read them. The first calls, before a graph is captured, determine kernels and tables.
 
-    Args:
-        samples: masks that must fit. Kernels are chosen for the first with a visible pair.
-        most_rows: most rows of a mask; results of rows that a mask does not have are undefined.
-        most_keys: most keys of a mask; gradients of keys that a mask does not have are undefined.
-        device: of the tables.
-        memory: for numbers.
-        headroom: capacity as a multiple of the longest tables of these masks, at least 1.
-        num_own: this rank's own keys, if the others arrive while the kernels run; bands are then indexed as described
-            in `mask_numbers`. None: all keys are there.
+    Args: those of `megatron_magi.backends.base.Capture.mask`. With ``num_own`` the other keys arrive while the kernels
+    run, and bands are indexed as described in `mask_numbers`.
 
     Attributes:
         backend, facts: see `megatron_magi.backends.base.ChangingMask`.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_magi.backends.base import check_support
 from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.sparse_kernels import LATENT_DIMS, latent_backward_kernel, latent_kernel, readable
 from megatron_magi.backends.sm90.sparse_lists import lists_of
@@ -17,7 +16,7 @@ from megatron_magi.backends.sm90.support import LOG2_E, in_dtype, kernels_exist,
 from megatron_magi.backends.sm90.support import why_not as why_no_kernels
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
-from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, new_output
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, check_support, with_output
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 _ANY_DIMS = (64, 64)
@@ -42,16 +41,10 @@ def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> 
 def forward(
     inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(out, lse, max_logits)`` of checked arguments; see `megatron_magi.backends.base.LatentPart`.
-
-    Raises:
-        ValueError: the device, dtype or head dims are not supported.
-    """
-    q, kv, v, _ = inputs
-    check_support(why_not, q, v)
+    """See `megatron_magi.backends.base.LatentPart`."""
+    q, kv, _, out, lse, sink_lse = with_output(inputs, why_not)
+    max_logits = lse.new_full(lse.shape[1:], -torch.inf) if return_max_logits else None
     num_rows, num_heads, _ = q.shape
-    out, lse, sink_lse = new_output(inputs)
-    max_logits = lse.new_full((num_heads,), -torch.inf) if return_max_logits else None
     q, kv = readable(q), readable(kv)
     entries = lists_of(pattern).entries
 
@@ -88,11 +81,7 @@ def forward(
 
 
 def backward(inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """``(dq, dkv)`` of checked arguments; see `megatron_magi.backends.base.LatentPart`.
-
-    Raises:
-        ValueError: the device, dtype or head dims are not supported.
-    """
+    """``(dq, dkv)`` of checked arguments; see `megatron_magi.backends.base.LatentPart`."""
     q, kv, v, dout, lse, delta = inputs
     check_support(why_not, q, v)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

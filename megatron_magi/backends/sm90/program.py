@@ -26,7 +26,7 @@ from megatron_magi.backends.sm90.backward_targets import STORE_FLOAT, Targets
 from megatron_magi.backends.sm90.kernels import WHOLE_DIMS, kernel_dims
 from megatron_magi.backends.sm90.plan import DevicePlan
 from megatron_magi.backends.sm90.support import in_dtype, loadable
-from megatron_magi.cuda.arriving import Arriving, part_rows
+from megatron_magi.cuda.arriving import Arriving, StepRows, part_rows
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch_list import LaunchList, Step
 from megatron_magi.cuda.layout import Layout
@@ -487,7 +487,7 @@ class LaunchProgram:
             if mover is None:
                 return None
             later = [t.new_empty((self.num_recv, *t.shape[1:])) for t in (dk, dv)]
-            returning = self.remote.put_step(later, (dk, dv), back.OF_FETCHED, _GRADIENTS)
+            returning = self.remote.put_step(StepRows(later, (dk, dv), back.OF_FETCHED, _GRADIENTS))
             slots = "scratch", "k_rows", "v_rows", "dk", "dv"
         left, home = self.remote is not None and returning is None, [] if returning is None else [returning]
         moving = [] if arriving is None else [arriving.step]
@@ -542,7 +542,7 @@ class LaunchProgram:
         mover = mover()
         if of_form != form or mover is None or mover.version() != version:
             into = [t.new_empty((self.num_recv, *t.shape[1:])) for t in rows]
-            found = self.remote.get_step(rows, into, _PUBLISHED, _LATER)
+            found = self.remote.get_step(StepRows(rows, into, _PUBLISHED, _LATER))
             if found is None:
                 return None, None
             mover, arriving = found

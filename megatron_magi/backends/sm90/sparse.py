@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_magi.backends.base import check_support
 from megatron_magi.backends.sm90 import sparse_kernels as kernels
 from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.sparse_backward import backward_by_keys, backward_by_tiles, may_add_dq
@@ -23,7 +22,7 @@ from megatron_magi.backends.sm90.support import (
 from megatron_magi.backends.sm90.support import why_not as why_no_kernels
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
-from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, new_output
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, check_support, with_output
 from megatron_magi.operands.sparse_pattern import SparsePattern
 
 
@@ -45,15 +44,9 @@ def packed_heads(group: int) -> int:
 def forward(
     inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(out, lse, max_logits)`` of checked arguments; see `megatron_magi.backends.reference.sparse.forward`.
-
-    Raises:
-        ValueError: the device, dtype or head dims are not supported.
-    """
-    q, k, v, _ = inputs
-    check_support(why_not, q, v)
+    """See `megatron_magi.backends.base.Sparse`."""
+    q, k, v, out, lse, sink_lse = with_output(inputs, why_not)
     _, num_heads, dim = q.shape
-    out, lse, sink_lse = new_output(inputs)
     max_logits = lse.new_full((num_heads,), -torch.inf) if return_max_logits else None
     q, k, v = map(kernels.readable, (q, k, v))
     stream, lists, indexed = current_stream(q.device), lists_of(pattern), pattern.k_block == 1

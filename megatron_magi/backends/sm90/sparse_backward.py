@@ -152,7 +152,7 @@ def backward_by_tiles(
             kernel = kernels.backward_kernel(q.device, q.dtype, dim, fixed)
         else:
             kernel = kernels.backward_queries_kernel(q.device, q.dtype, dim)
-        return Launch(kernel, grid_size(q.device, params.tiles.num_items, 0), params, _boxes(tensors))
+        return Launch(kernel, grid_size(q.device, params.tiles.num_items), params, _boxes(tensors))
 
     counter = launch_counter(q.device, stream)
     launch = prepared(_key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream, fixed), make)
@@ -219,7 +219,7 @@ def backward_by_keys(
             scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
         )  # fmt: skip
         kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim, pattern.k_block, adds_dq)
-        grid = grid_size(q.device, tiles.num_items, 0)
+        grid = grid_size(q.device, tiles.num_items)
         return Launch(kernel, grid, params, _boxes(tensors))
 
     counter = launch_counter(q.device, stream)

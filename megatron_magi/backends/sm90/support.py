@@ -66,9 +66,9 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def grid_size(device: torch.device, num_items: int, sm_margin: int) -> int:
+def grid_size(device: torch.device, num_items: int) -> int:
     """Grid of a persistent kernel."""
-    return max(1, min(num_items, sm_count(device) - sm_margin))
+    return max(1, min(num_items, sm_count(device)))
 
 
 def launch_counter(device: torch.device, stream: int) -> Tensor:

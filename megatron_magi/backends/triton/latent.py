@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_magi.backends.base import check_support
 from megatron_magi.backends.triton import support
 from megatron_magi.backends.triton.attention import LOG2_E, latent_kernels, readable
 from megatron_magi.backends.triton.tuning import LatentKernel, kind_of, latent_sizes, padded
-from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, new_output
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, check_support, with_output
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 CHUNK_BYTES = 1 << 30
@@ -47,15 +46,9 @@ def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> 
 def forward(
     inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(out, lse, max_logits)`` of checked arguments; see `megatron_magi.backends.base.Latent`.
-
-    Raises:
-        ValueError: the device, dtype or head dims are not supported.
-    """
-    q, kv, v, _ = inputs
-    check_support(why_not, q, v)
+    """See `megatron_magi.backends.base.Latent`."""
+    q, kv, v, out, lse, sink_lse = with_output(inputs, why_not)
     num_rows, num_heads, _ = q.shape
-    out, lse, sink_lse = new_output(inputs)
     row_max = torch.empty_like(lse) if return_max_logits else lse
     sink = lse if sink_lse is None else sink_lse
     if not num_rows or not kv.shape[0]:
@@ -94,11 +87,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 def backward(
     inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
-    """``(dq, dkv)`` of checked arguments; see `megatron_magi.backends.base.Latent`.
-
-    Raises:
-        ValueError: the device, dtype or head dims are not supported.
-    """
+    """``(dq, dkv)`` of checked arguments; see `megatron_magi.backends.base.Latent`."""
     q, kv, v, dout, lse, delta = inputs
     check_support(why_not, q, v)
     if not q.shape[0] or not kv.shape[0]:
@@ -115,7 +104,7 @@ def backward(
     for first in range(0, num_rows, step):
         rows = slice(first, first + step)
         mine = tuple(x if x is tensors[1] else x[rows] for x in tensors)
-        part = SparsePattern((pattern.tensors[0][:, rows],), 1, 1, False)
+        part = SparsePattern.of_keys(pattern.tensors[0][:, rows])
         _chunk_gradients(mine, v, part, softmax_scale, scores, dq[rows], sums if parts is None else parts)
         if parts is not None:
             _add_in_order(parts, sums, part)

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_magi.backends.base import check_support
 from megatron_magi.backends.triton import support
 from megatron_magi.backends.triton.attention import LOG2_E, readable, sparse_kernels
 from megatron_magi.backends.triton.sparse_lists import lists_of, lists_of_queries
 from megatron_magi.backends.triton.tuning import Kernel, Sizes, padded, sparse_sizes
-from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, new_output
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, check_support, with_output
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 _INSTEAD = "'reference', which takes the memory of dense logits"
@@ -37,14 +36,8 @@ def packed_heads(group: int) -> int:
 def forward(
     inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(out, lse, max_logits)`` of checked arguments; see `megatron_magi.backends.reference.sparse.forward`.
-
-    Raises:
-        ValueError: the device, dtype or head dims are not supported.
-    """
-    q, k, v, _ = inputs
-    check_support(why_not, q, v)
-    out, lse, sink_lse = new_output(inputs)
+    """See `megatron_magi.backends.base.Sparse`."""
+    q, k, v, out, lse, sink_lse = with_output(inputs, why_not)
     row_max = torch.empty_like(lse) if return_max_logits else lse
     sink = lse if sink_lse is None else sink_lse
     q, k, v, lists = readable(q), readable(k), readable(v), lists_of(pattern)
@@ -60,11 +53,7 @@ def forward(
 def backward(
     inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of checked arguments; see `megatron_magi.backends.reference.sparse.backward`.
-
-    Raises:
-        ValueError: the device, dtype or head dims are not supported.
-    """
+    """``(dq, dk, dv)`` of checked arguments; see `megatron_magi.backends.base.Sparse`."""
     del deterministic
     q, k, v, dout, lse, delta = inputs
     check_support(why_not, q, v)

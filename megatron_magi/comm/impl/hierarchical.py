@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,9 +23,14 @@ from megatron_magi.comm.level_args import LevelArgs
 from megatron_magi.comm.movement import Adder, PlacingMover, SentRows, Started
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import can_add
+from megatron_magi.comm.rows import PartialRows
 
-Choice = Callable[[RowLayout, GroupCastArgs, bool], PlacingMover]
-"""Chooses the implementation for rows of a layout; the last argument: whether they go back."""
+
+class MoverChoice(Protocol):
+    """Chooses the implementation for rows of a layout."""
+
+    def __call__(self, layout: RowLayout, args: GroupCastArgs, *, back: bool) -> PlacingMover:
+        """``back``: the rows go back to the ranks that a cast fetched them from."""
 
 
 class Hierarchical:
@@ -37,7 +42,9 @@ class Hierarchical:
         merges: rows that go back are ``(out, lse)``, merged by lse instead of summed.
     """
 
-    def __init__(self, near: Choice, far: Choice, relay: Choice, ops: ModuleType, merges: bool = False) -> None:
+    def __init__(
+        self, near: MoverChoice, far: MoverChoice, relay: MoverChoice, ops: ModuleType, merges: bool = False
+    ) -> None:
         self._near, self._far, self._relay, self._ops, self._merges = near, far, relay, ops, merges
 
     @cached_property
@@ -49,9 +56,9 @@ class Hierarchical:
         """See `megatron_magi.comm.movement.Mover`."""
         _, args, layout, _ = rows
         out = layout.new_tensors(args.num_recv, args.device)
-        far = self._far(layout, args.far, False).cast(rows._replace(args=args.far))
-        near = self._near(layout, args.near, False).cast(rows._replace(args=args.near), (out, args.near_rows))
-        relay = self._relay(layout, args.relay, False)
+        far = self._far(layout, args.far, back=False).cast(rows._replace(args=args.far))
+        near = self._near(layout, args.near, back=False).cast(rows._replace(args=args.near), (out, args.near_rows))
+        relay = self._relay(layout, args.relay, back=False)
 
         def pass_on(arrived: list[torch.Tensor]) -> Started:
             return relay.cast(SentRows(arrived, args.relay, layout), (out, args.relay_rows))
@@ -71,9 +78,9 @@ class Hierarchical:
         received = layout.new_buffer(args.near.num_send + args.far.num_send, args.device)
         home, away = received[: args.near.num_send], received[args.near.num_send :]
         relayed = self._sum_of_node(rows)
-        near = self._near(layout, args.near, True)
+        near = self._near(layout, args.near, back=True)
         near_back = near.give_back(rows._replace(args=args.near), args.near_rows, home)
-        far = self._far(layout, args.far, True)
+        far = self._far(layout, args.far, back=True)
 
         def cross(sums: list[torch.Tensor]) -> Started:
             return far.give_back(SentRows(sums, args.far, layout, kept=True), None, away)
@@ -92,7 +99,7 @@ class Hierarchical:
         _, args, layout, _ = rows
         relayed = rows._replace(args=args.relay)
         sums = [x.zero_() for x in layout.new_tensors(args.far.num_recv, args.device)]
-        mover = self._relay(layout, args.relay, True)
+        mover = self._relay(layout, args.relay, back=True)
         if isinstance(mover, Adder) and not self._merges and can_add(layout, sums):
             return mover.add(relayed, sums, args.relay_rows)
         started = mover.give_back(relayed, args.relay_rows)
@@ -101,7 +108,7 @@ class Hierarchical:
             arrived = started.finish()
             if self._merges:
                 sums[1].fill_(-torch.inf)
-                self._ops.merge_rows(*layout.views(arrived), args.relay.arrivals, *sums)
+                self._ops.merge_rows(PartialRows(*layout.views(arrived)), args.relay.arrivals, PartialRows(*sums))
             else:
                 self._ops.add_rows(arrived, layout, args.relay.arrivals, sums)
             return sums

@@ -40,8 +40,8 @@ from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import WIDEST, Rows, rows_in, rows_of, slot_rows, vector_of, widest, with_rows
 from megatron_magi.comm.slots import Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.comm.sm_budget import share_of
-from megatron_magi.cuda.arriving import FLAG_BYTES, READ_BEHIND, Arriving, part_rows
-from megatron_magi.cuda.launch_list import LaunchList, Place, Step
+from megatron_magi.cuda.arriving import FLAG_BYTES, READ_BEHIND, Arriving, StepRows, part_rows
+from megatron_magi.cuda.launch_list import LaunchList, Step
 from megatron_magi.runtime.graph_capture import is_capturing
 
 _NUM_FETCHED, _NUM_CHUNKS = 0, 16  # bytes into PeerTables.counts
@@ -127,26 +127,17 @@ class Native:
         work, held = self._run(_ADD, rows, rows_of(into, rows.layout.sizes_in(types[1])), types, index)
         return Started((work,), (*into, *held), lambda: list(into))
 
-    def arriving(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        into: Sequence[torch.Tensor],
-        sources: Sequence[Place],
-        places: tuple[Place, Place],
-    ) -> Arriving:
+    def arriving(self, rows: StepRows, args: GroupCastArgs, layout: RowLayout) -> Arriving:
         """`cast` for a kernel that waits for rows as they arrive, as a step of a list of calls for `queue`.
 
         Args:
-            tensors, into: tensors of the layouts of keys and values, and of their destination: contiguous rows of a
-                multiple of 16 bytes.
+            rows: keys and values, and their destination: contiguous rows of a multiple of 16 bytes.
             args, layout: as in `cast`.
-            sources, places: their addresses.
         """
-        rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes)
-        prepare = functools.partial(self._prepare_get, args, layout, rows, results)
-        (launch,) = self._launches((_GET,), args, rows, results, prepare)
+        tensors, into, sources, places = rows
+        sent, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes)
+        prepare = functools.partial(self._prepare_get, args, layout, sent, results)
+        (launch,) = self._launches((_GET,), args, sent, results, prepare)
         peers = self._memory.peers
         control = peers.control[self._rendezvous.rank]
         # A waiting kernel occupies all SMs. With two groups, on two streams, each could block the publishing kernel for
@@ -157,19 +148,12 @@ class Native:
             self._flags.data_ptr(), control + control_struct().broken.offset, peers.notice, peers.timeout_ns, overlaps,
         )  # fmt: skip
 
-    def adding(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: GroupCastArgs,
-        layout: RowLayout,
-        into: Sequence[torch.Tensor],
-        sources: Sequence[Place],
-        places: Sequence[Place],
-    ) -> Step:
+    def adding(self, rows: StepRows, args: GroupCastArgs, layout: RowLayout) -> Step:
         """`add` as a step after attention. Arguments as in `arriving`."""
+        tensors, into, sources, places = rows
         types = layout.dtypes[0], into[0].dtype
-        rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes_in(types[1]))
-        (exchange,) = self._exchanges(_Exchange(_ADD, types, _BOTH), args, layout, rows, results)
+        sent, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes_in(types[1]))
+        (exchange,) = self._exchanges(_Exchange(_ADD, types, _BOTH), args, layout, sent, results)
         # The kernel that runs concurrently is limited by memory, not by SMs, if much is sent.
         return exchange.step(sources, places, num_blocks=share_of(self._num_sms, len(_of_device(self._device))))
 

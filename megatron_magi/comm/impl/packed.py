@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm.movement import FlatRows, Into, Started
+from megatron_magi.comm.movement import Exchange, FlatRows, Into, RankRows, Started
 
 
 class Packed:
     """A `PlacingMover` over an exchange of bytes.
 
     Args:
-        exchange: starts the exchange, see `megatron_magi.comm.impl.all_to_all`; None for one rank, where rows stay.
+        exchange: of bytes; None for one rank, where rows stay.
         ops: the row operations, see `megatron_magi.comm.rows`.
         group: the ranks.
     """
 
-    def __init__(
-        self, exchange: Callable[..., list[dist.Work]] | None, ops: ModuleType, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, exchange: Exchange | None, ops: ModuleType, group: dist.ProcessGroup | None) -> None:
         self._exchange, self._ops = exchange, ops
         group = dist.group.WORLD if group is None else group
         # A weak reference: arguments of plans refer to this object, and plans may outlive groups.
@@ -68,4 +65,5 @@ class Packed:
             return [], send if received is None else received.copy_(send)
         if received is None:
             received = torch.empty(sum(recv_splits), send.shape[1], dtype=torch.uint8, device=send.device)
-        return self._exchange(send, received, send_splits, recv_splits, self._group()), received
+        sent, arriving = RankRows(send, list(send_splits)), RankRows(received, list(recv_splits))
+        return self._exchange(sent, arriving, self._group()), received

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import torch.distributed as dist
 
+from megatron_magi.comm.movement import RankRows
 
-def exchange(
-    send: torch.Tensor,
-    received: torch.Tensor,
-    send_splits: Sequence[int],
-    recv_splits: Sequence[int],
-    group: dist.ProcessGroup | None,
-) -> list[dist.Work]:
-    """Starts sending ``send`` to, and filling ``received`` from, all ranks of ``group``.
 
-    Args:
-        send: uint8 ``[sum(send_splits), row_bytes]``, rows grouped by destination.
-        received: uint8 ``[sum(recv_splits), row_bytes]``, rows grouped by source.
-
-    Returns:
-        The works to wait for; both tensors must live until then.
-    """
+def exchange(send: RankRows, received: RankRows, group: dist.ProcessGroup | None) -> list[dist.Work]:
+    """See `megatron_magi.comm.movement.Exchange`."""
     me = dist.get_rank(group)
-    outgoing, incoming = send.split(list(send_splits)), received.split(list(recv_splits))
+    outgoing, incoming = (x.rows.split(x.splits) for x in (send, received))
     incoming[me].copy_(outgoing[me])
     ops = []
     for step in range(1, dist.get_world_size(group)):

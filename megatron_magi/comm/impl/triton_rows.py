@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_magi.comm.rows import Arrivals, accumulator_dtype
+from megatron_magi.comm.rows import Arrivals, PartialRows, accumulator_dtype
 
 _TILE = 2048
 """Elements a program handles at a time: enough for 16-byte accesses by all threads of 4 warps."""
@@ -71,14 +71,9 @@ def sum_rows(arriving: torch.Tensor, arrivals: Arrivals, into: torch.Tensor) -> 
         )
 
 
-def merge_rows(
-    arriving_out: torch.Tensor,
-    arriving_lse: torch.Tensor,
-    arrivals: Arrivals,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def merge_rows(arriving: PartialRows, arrivals: Arrivals, into: PartialRows) -> None:
     """Merges partial attention results by their lse; see `megatron_magi.comm.rows.merge_rows`."""
+    (arriving_out, arriving_lse), (out, lse) = arriving, into
     num_rows = arrivals.rows.numel()
     if num_rows == 0 or arriving_out.numel() == 0:
         return

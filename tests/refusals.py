@@ -1,0 +1,15 @@
+"""What a call is refused with, for functions that run in ranks and return it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def refusal(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
+    """The message of the ValueError or RuntimeError that a call raises; None if it raises none."""
+    try:
+        function(*args, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return None
