@@ -187,6 +187,29 @@ def test_a_page_says_first_for_whom_it_is(page):
     assert first.startswith(("For those ", "For contributors", "For engineers"))
 
 
+@pytest.mark.parametrize("page", ["performance", "performance_details", "performance_planning"])
+def test_tables_of_figures_name_their_results(page):
+    """In their part: a file of results, details that name it, or the command. The overview links to parts."""
+    _, _overview, *parts = re.split(r"^#+ ", (ROOT / f"docs/{page}.md").read_text(), flags=re.MULTILINE)
+    tables = [part for part in parts if "\n| " in part]
+    assert len(tables) > 5
+    named = re.compile(r"results/|performance_details\.md#|python\s+-m\s+benchmarks")
+    assert [part.splitlines()[0] for part in tables if not named.search(part)] == []
+
+
+def test_what_is_said_of_other_projects_has_sources():
+    """Of the tables of docs/features.md: each column's project and version."""
+    text = (ROOT / "docs/features.md").read_text()
+    compared, sources = re.search(
+        r"^## Compared with(.*?)^### Sources(.*?)^(?=\[Migrating)", text, re.S | re.M
+    ).groups()
+    headers = re.findall(r"^(\| \| megatron_magi .*) \|\n\| ---", compared, re.MULTILINE)
+    columns = [column for header in headers for column in header.split(" | ")[2:]]
+    assert len(columns) == 7
+    for column in columns:
+        assert re.search(r"\d[\w.]+", column).group() in sources, column
+
+
 MOST_WORDS_OF_A_SENTENCE = 50
 
 
