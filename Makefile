@@ -20,7 +20,7 @@ TREE ?=
 VERSION_ARGS ?=
 DEMO_ARGS ?=
 
-.PHONY: help setup demo slurm-demo test test-megatron test-frameworks lint docs format clean
+.PHONY: help setup demo slurm-demo test test-megatron test-frameworks test-newest lint docs format clean
 
 help:
 	@echo "make demo    pretrain a small GPT twice, stock and with --attention-backend magi, and compare"
@@ -28,6 +28,7 @@ help:
 	@echo "make test    run the CPU test suite (PYTEST_ARGS=... for more arguments)"
 	@echo "make test-megatron VERSION=0.18.2  test what depends on Megatron under another megatron-core (or TREE=folder)"
 	@echo "make test-frameworks FRAMEWORKS=trl  test with frameworks themselves, which it puts into build/frameworks"
+	@echo "make test-newest  test with the newest torch and transformers (tests/newest.txt), in build/newest"
 	@echo "make lint    check style, the direction of imports, and the documents' links"
 	@echo "make docs    build the documents as a site, in build/site"
 	@echo "make format  apply the style"
@@ -64,6 +65,21 @@ test-megatron-%: setup
 # What depends on Megatron, under another megatron-core: VERSION of PyPI, or TREE, a folder that has megatron/.
 test-megatron: setup
 	$(PYTHON) tests/megatron_versions.py $(if $(TREE),--tree $(TREE),--version $(VERSION)) $(VERSION_ARGS)
+
+# The newest torch and transformers, in an environment of their own, with all else as uv.lock has it.
+NEWEST_TESTS := tests/plan/test_plan.py tests/ops/test_slice_attention.py tests/ops/test_torch_compile.py \
+	tests/attention/test_distributed.py tests/mcore tests/e2e/test_loss_parity.py tests/hf
+
+test-newest: build/newest/installed
+	build/newest/bin/python -m pytest $(or $(PYTEST_ARGS),-n auto --dist worksteal $(NEWEST_TESTS))
+
+build/newest/installed: tests/newest.txt uv.lock $(SYNCED)
+	rm -rf $(@D)
+	$(UV) venv -q --python $(PYTHON) $(@D)
+	$(UV) export -q --locked --no-emit-project --no-hashes $(EXTRAS:%=--extra %) \
+		| grep -vE '^(torch|triton|transformers|nvidia-.*|cuda-.*)==' > $(@D)/locked.txt
+	$(UV) --no-config pip install -q --python $(@D)/bin/python -r $(@D)/locked.txt -r $<
+	@touch $@
 
 CXX_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.hpp' '*.h')
 SHELL_SOURCES = $(shell git ls-files '*.sh' '*.sbatch')

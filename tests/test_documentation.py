@@ -187,7 +187,30 @@ def test_a_page_says_first_for_whom_it_is(page):
     assert first.startswith(("For those ", "For contributors", "For engineers"))
 
 
-MOST_WORDS_OF_A_SENTENCE = 55
+@pytest.mark.parametrize("page", ["performance", "performance_details", "performance_planning"])
+def test_tables_of_figures_name_their_results(page):
+    """In their part: a file of results, details that name it, or the command. The overview links to parts."""
+    _, _overview, *parts = re.split(r"^#+ ", (ROOT / f"docs/{page}.md").read_text(), flags=re.MULTILINE)
+    tables = [part for part in parts if "\n| " in part]
+    assert len(tables) > 5
+    named = re.compile(r"results/|performance_details\.md#|python\s+-m\s+benchmarks")
+    assert [part.splitlines()[0] for part in tables if not named.search(part)] == []
+
+
+def test_what_is_said_of_other_projects_has_sources():
+    """Of the tables of docs/features.md: each column's project and version."""
+    text = (ROOT / "docs/features.md").read_text()
+    compared, sources = re.search(
+        r"^## Compared with(.*?)^### Sources(.*?)^(?=\[Migrating)", text, re.S | re.M
+    ).groups()
+    headers = re.findall(r"^(\| \| megatron_magi .*) \|\n\| ---", compared, re.MULTILINE)
+    columns = [column for header in headers for column in header.split(" | ")[2:]]
+    assert len(columns) == 7
+    for column in columns:
+        assert re.search(r"\d[\w.]+", column).group() in sources, column
+
+
+MOST_WORDS_OF_A_SENTENCE = 50
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/kernel_log.md"])
@@ -204,9 +227,10 @@ MOST_WORDS, MOST_FIGURES = 900, 40
 
 
 def test_the_readme_is_read_in_a_minute():
-    """Words as they are shown; figures stand alone, unlike those in names such as H100, bf16 and 32k."""
-    text = re.sub(r"\]\([^)]*\)", "]", (ROOT / "README.md").read_text())
-    assert len([word for word in text.split() if re.search(r"\w", word)]) <= MOST_WORDS
+    """Words as ``wc`` counts them; figures stand alone, unlike those in names such as H100, bf16 and 32k."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= MOST_WORDS
+    text = re.sub(r"\]\([^)]*\)", "]", text)
     prose = re.sub(r"```.*?```|^    \S.*?$|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
     figures = re.findall(r"(?<![\w.,])\d[\d.,]*(?:e-?\d+)?(?!\w)", prose)
     assert len(figures) <= MOST_FIGURES, figures
@@ -219,10 +243,13 @@ def test_versions_of_the_readmes_table_are_those_that_tests_install():
     assert {f"{name} {'.'.join(locked[name].split('.')[:2])}" for name in ("transformers", "accelerate")} == {
         part for row in rows if row.startswith("transformers") for part in row.split(", ")
     }
-    frameworks = {"TRL": "trl", "verl": "verl", "NeMo Automodel": "automodel", "Megatron Bridge": "megatron_bridge"}
-    for name, file in frameworks.items():
-        first = (ROOT / f"tests/frameworks/{file}.txt").read_text().split()[0]
-        assert f"{name} {first.split('==')[1]}" in rows
+    frameworks = {"automodel": "NeMo Automodel", "megatron_bridge": "Megatron Bridge", "trl": "TRL"}
+    for path in (ROOT / "tests/frameworks").glob("*.txt"):
+        assert f"{frameworks.get(path.stem, path.stem)} {path.read_text().split()[0].split('==')[1]}" in rows
+    newest = dict(re.findall(r"^(\S+)==(\d+\.\d+)", (ROOT / "tests/newest.txt").read_text(), re.MULTILINE))
+    assert f"; {newest['torch']} on CPUs" in rows[f"torch {'.'.join(locked['torch'].split('.')[:2])}"]
+    (cells,) = (cells for row, cells in rows.items() if row.startswith("transformers"))
+    assert f"transformers {newest['transformers']} on CPUs" in cells
     (versions,) = (row for row in rows if row.startswith("megatron-core"))
     measured = {path.stem for path in (ROOT / "benchmarks/results/megatron").glob("0.*.json")}
     assert set(re.findall(r"\d[\d.]+\d", versions)) == measured

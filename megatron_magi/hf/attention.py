@@ -65,6 +65,8 @@ def layer_mask(
             needs the tensors of the whole sequence.
     """
     indexed.wrap_indexers()
+    if isinstance(attention_mask, LayerMask):
+        return attention_mask  # generation with a cache of fixed size made it before it called the model
     shard: Shard | None = getattr(attention_mask, "magi_shard", None)
     if shard is not None:
         return shard.layer_mask(mask_function)

@@ -73,14 +73,14 @@ def _wrapped(original: Callable) -> Callable:
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Any,
         position_ids: Tensor | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
     ) -> Tensor:
+        cache = past_key_values if cache is None else cache  # its name until transformers 5.23
         rows = (hidden_states, q_resid, *position_embeddings)
         if isinstance(attention_mask, LayerMask) or hasattr(attention_mask, "shard"):
-            return _chosen(functools.partial(original, self), rows, attention_mask, position_ids, past_key_values)
-        return original(
-            self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, past_key_values
-        )
+            return _chosen(functools.partial(original, self), rows, attention_mask, position_ids, cache)
+        return original(self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, cache)
 
     setattr(forward, _WRAPPED, original)
     return forward
@@ -132,9 +132,7 @@ class _Visible(NamedTuple):
 
 @outside_graphs
 @torch.no_grad()
-def _chosen(
-    indexer: Callable, rows: tuple[Tensor, ...], mask: Any, position_ids: Tensor | None, past_key_values: Any
-) -> Tensor:
+def _chosen(indexer: Callable, rows: tuple[Tensor, ...], mask: Any, position_ids: Tensor | None, cache: Any) -> Tensor:
     """int32 ``[batch_size, num_rows, topk]``, numbers of keys in their sequence, ascending; -1 at the end for those
     that are hidden."""
     batch_size, num_rows, _ = rows[0].shape
@@ -143,7 +141,7 @@ def _chosen(
     def call(part: slice, seen: Tensor, keys: _Keys) -> Tensor:
         hidden, queries, *angles = (x[:, part] for x in rows)
         positions = None if position_ids is None else position_ids[..., part]
-        return indexer(hidden, queries, tuple(angles), seen, positions, past_key_values=keys)
+        return indexer(hidden, queries, tuple(angles), seen, positions, keys)
 
     taken = _Keys()
     call(slice(0, num_rows), torch.ones((batch_size, num_rows, 1), dtype=torch.bool, device=device), taken)
@@ -151,8 +149,8 @@ def _chosen(
     whole, layer = taken.taken
     if hasattr(mask, "shard"):
         whole = undispatch(whole[0], mask.key)[None]
-    elif past_key_values is not None:
-        whole = past_key_values.update_indexer(whole, layer)
+    elif cache is not None:
+        whole = cache.update_indexer(whole, layer)
     visible, num_keys = _Visible.of(mask, position_ids, batch_size, device), whole.shape[1]
     size = max(1, SCORES // (batch_size * num_keys * indexer.args[0].n_heads))
     found = []

@@ -109,13 +109,14 @@ class LayerMask(NoTensor):
         options = {"has_window": self.has_window, "documents": self._documents}
         return LayerMask(self._parts, self._kv_length, **options, last_rows=last_rows)
 
-    def contiguous(self) -> LayerMask:
-        """Called by transformers' generation alone, where the cache has a fixed size: masks are then tensors.
+    @property
+    def ndim(self) -> int:
+        """Asked of masks that generation with a cache of fixed size makes before it calls a model."""
+        return 4
 
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("cache_implementation: a cache of fixed size is not supported with attn_implementation='magi'")
+    def contiguous(self) -> LayerMask:
+        """Called there too."""
+        return self
 
     def of_layer(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> AttnMask:
         """The mask with the documents of ``cu_seq_lens`` and, where it knows of none yet, of the layer's positions.

@@ -67,18 +67,59 @@ def intervals_of(function: Callable, rows: Rows) -> Intervals:
     if name in ("and_masks", "or_masks"):
         parts = _captured(function)["mask_functions"]
         names = [name_of(part) for part in parts]
-        if name == "and_masks" and "remap_positions_for_packed_sequence" in names:
-            if names != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+        if name == "and_masks" and _PACKED in names:
+            packed = packed_parts(function)
+            if packed is None:
                 raise Unknown(", ".join(names))
-            return _in_documents(*parts, rows)
+            return _in_documents(packed, rows)
         out = intervals_of(parts[0], rows)
         for part in parts[1:]:
             other = intervals_of(part, rows)
             out = out & other if name == "and_masks" else out | other
         return out
-    if name == "blockwise_overlay" and not rows.is_shard:
+    if name == _BLOCKS and not rows.is_shard:
         return _blocks(_captured(function)["block_sequence_ids"], rows)
     raise Unknown(name or getattr(function, "__qualname__", repr(function)))
+
+
+_PACKED = "packed_sequence_mask_function"
+_REMAPPED = "remap_positions_for_packed_sequence"
+_BLOCKS = "blockwise_overlay"
+
+
+class PackedParts(NamedTuple):
+    """What a mask of packed documents is composed of.
+
+    Attributes:
+        inner: the function of positions in documents.
+        position_ids, numbers: int64 ``[batch_size, seqlen]``, of tokens in their documents, and of documents.
+        blocks: parts that number tokens by their place in a row, inside documents.
+    """
+
+    inner: Callable
+    position_ids: torch.Tensor
+    numbers: torch.Tensor
+    blocks: list[Callable]
+
+
+def packed_parts(function: Callable) -> PackedParts | None:
+    """Of packed documents as transformers composes them: a mask of documents, and a function of positions in them.
+
+    Up to transformers 5.23 the former comes first; since 5.24 last, after blocks of tokens that are seen besides.
+    """
+    parts = _captured(function)["mask_functions"] if name_of(function) == "and_masks" else ()
+    by_name = {name_of(part): part for part in parts}
+    if len(parts) != 2 or len(by_name) != 2 or _PACKED not in by_name:
+        return None
+    (other,) = (part for name, part in by_name.items() if name != _PACKED)
+    blocks: list[Callable] = []
+    if name_of(other) == "or_masks":
+        other, *blocks = _captured(other)["mask_functions"]
+    if name_of(other) != _REMAPPED or any(name_of(block) != _BLOCKS for block in blocks):
+        return None
+    inside = _captured(other)
+    numbers = _captured(by_name[_PACKED])["packed_sequence_mask"]
+    return PackedParts(inside["mask_function"], inside["position_ids"], numbers, blocks)
 
 
 def document_bounds(numbers: np.ndarray) -> np.ndarray:
@@ -174,13 +215,15 @@ _SIMPLE: dict[str, Callable[[np.ndarray, dict, Rows], tuple]] = {
 """Functions that show each row one interval."""
 
 
-def _in_documents(packed: Callable, remapped: Callable, rows: Rows) -> Intervals:
-    """A function of positions in documents, which transformers numbers apart."""
+def _in_documents(packed: PackedParts, rows: Rows) -> Intervals:
+    """A function of positions in documents, and blocks of tokens in them."""
     if rows.is_shard:
-        raise Unknown("packed_sequence_mask_function")
-    numbers = to_numpy(_captured(packed)["packed_sequence_mask"][rows.sequence])
-    positions = to_numpy(_captured(remapped)["position_ids"][rows.sequence])
-    return at_positions(_captured(remapped)["mask_function"], rows, positions, document_bounds(numbers))
+        raise Unknown(_PACKED)
+    bounds = document_bounds(to_numpy(packed.numbers[rows.sequence]))
+    seen = at_positions(packed.inner, rows, to_numpy(packed.position_ids[rows.sequence]), bounds)
+    for block in packed.blocks:
+        seen = seen | intervals_of(block, rows).within(bounds)
+    return seen
 
 
 def at_positions(function: Callable, rows: Rows, positions: np.ndarray, bounds: np.ndarray) -> Intervals:
@@ -195,20 +238,19 @@ def at_positions(function: Callable, rows: Rows, positions: np.ndarray, bounds: 
 def inner_and_blocks(function: Callable) -> tuple[Callable, list[Callable]]:
     """What a function says of a document's tokens, and those of its parts that number tokens by their place in a row.
 
-    transformers composes a mask as ``or_masks(function of positions in documents, blocks of tokens)``.
+    transformers composes a mask as ``or_masks(function of positions in documents, blocks of tokens)``, and since 5.24
+    cuts blocks at the ends of documents too (`packed_parts`).
     """
     parts = _captured(function).get("mask_functions", ()) if name_of(function) in ("or_masks", "and_masks") else ()
-    names = [name_of(part) for part in parts]
-    if name_of(function) == "or_masks" and len(parts) == 2 and names[1] == "blockwise_overlay":
+    if name_of(function) == "or_masks" and [name_of(part) for part in parts[1:]] == [_BLOCKS]:
         return inner_and_blocks(parts[0])[0], [parts[1]]
-    if names == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
-        return _captured(parts[1])["mask_function"], []
-    return function, []
+    packed = packed_parts(function)
+    return (function, []) if packed is None else (packed.inner, packed.blocks)
 
 
 def positions_in(function: Callable) -> np.ndarray | None:
     """The positions ``[batch_size, seqlen]`` of documents that transformers found in them; None where it found none."""
-    if name_of(function) == "remap_positions_for_packed_sequence":
+    if name_of(function) == _REMAPPED:
         return to_numpy(_captured(function)["position_ids"])
     parts = _captured(function).get("mask_functions", ()) if name_of(function) else ()
     found = (positions_in(part) for part in parts)
@@ -229,13 +271,15 @@ def of_documents(function: Callable, rows: Rows, places: Places) -> Intervals:
 
 
 def dense_of_documents(function: Callable, places: list[Places], device: torch.device | str) -> Callable:
-    """A function as transformers would have composed it for these documents, of each sequence of the batch."""
+    """A function as transformers 5.24 would have composed it for these documents, of each sequence of the batch."""
     inner, blocks = inner_and_blocks(function)
     numbers = [np.repeat(np.arange(len(one.bounds) - 1), np.diff(one.bounds)) for one in places]
     positions = [one.positions for one in places]
-    tables = (torch.from_numpy(np.stack(table)).to(device) for table in (positions, numbers))
-    packed = masking_utils.packed_sequence_compatibility_function(inner, *tables)
-    return masking_utils.or_masks(packed, *blocks) if blocks else packed
+    tables = [torch.from_numpy(np.stack(table)).to(device) for table in (positions, numbers)]
+    seen = masking_utils.remap_positions_for_packed_sequence(inner, tables[0])
+    if blocks:
+        seen = masking_utils.or_masks(seen, *blocks)
+    return masking_utils.and_masks(seen, masking_utils.packed_sequence_mask_function(tables[1]))
 
 
 def _blocks(block_ids: Any, rows: Rows) -> Intervals:

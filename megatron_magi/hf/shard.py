@@ -371,8 +371,9 @@ def _check(given: Mapping[str, Any], num_axes: int) -> None:
 
 def _check_order(given: Mapping[str, Any]) -> None:
     """Raises ValueError for arguments that mean the last tokens, which a rank's last rows are not."""
-    if "past_key_values" in given:
-        raise ValueError("past_key_values: a cache cannot be sharded")
+    for name in ("cache", "past_key_values"):  # since transformers 5.24, and until then
+        if name in given:
+            raise ValueError(f"{name}: a cache cannot be sharded")
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise ValueError("logits_to_keep: tokens are not in order in a shard; keep all logits")

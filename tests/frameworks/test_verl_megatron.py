@@ -1,6 +1,7 @@
 """verl's own Megatron engine, of a model by Megatron Bridge, on CPUs: an actor update with rollouts as trees."""
 
 import functools
+import importlib
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 pytest.importorskip("verl", reason="verl is not on the path: make test-frameworks")
 
 from megatron_magi.testing.spawn import run_ranks
+from tests.frameworks.page import blocks
 from tests.frameworks.test_verl import FOLDER, batch_of, check, on_cpus, update
 from tests.hf.models import make_model
 
@@ -25,10 +27,11 @@ def engine_of(folder, cp_size):
     stand_in("megatron.energon")  # of Bridge's data sets, which verl does not use
     on_cpus()
     from megatron.bridge.models.gpt_provider import local_layer_spec
-    from megatron_engine import MagiMegatronEngine
     from verl.workers.engine import EngineRegistry
 
-    assert MagiMegatronEngine in EngineRegistry._engines["language_model"]["megatron"].values()
+    (line,) = (line for line in blocks("rollouts.md", "## In verl")[0].splitlines() if "megatron" in line)
+    kind = importlib.import_module(line.split("external_lib=")[1]).MagiMegatronEngine
+    assert kind in EngineRegistry._engines["language_model"]["megatron"].values()
     model = HFModelConfig(
         path=folder, load_tokenizer=False, enable_gradient_checkpointing=False, use_remove_padding=True
     )
@@ -40,7 +43,7 @@ def engine_of(folder, cp_size):
     )
     object.__setattr__(config, "dtype", "float32")  # verl takes 16-bit types alone
     optimizer = McoreOptimizerConfig(lr=1e-2, optimizer="sgd", total_training_steps=10, clip_grad=1e9, weight_decay=0.0)
-    engine = MagiMegatronEngine(model, config, optimizer, CheckpointConfig())
+    engine = kind(model, config, optimizer, CheckpointConfig())
     engine.initialize()
     return engine
 

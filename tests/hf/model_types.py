@@ -12,18 +12,18 @@ from tests.hf.models import VOCABULARY
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 _SIZES = {
-    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     32: "hidden_size d_model n_embd dim_model embedding_size",
     48: "intermediate_size intermediate_size_mlp ffn_dim d_ff n_inner ffn_hidden_size dim_ff encoder_ffn_dim "
     "decoder_ffn_dim",
     16: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size q_lora_rank kv_lora_rank",
     8: "head_dim dim_head global_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim "
-    "hidden_size_per_layer_input query_pre_attn_scalar",
+    "hidden_size_per_layer_input query_pre_attn_scalar swa_head_dim",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
     "num_decoder_attention_heads num_encoder_attention_heads num_experts num_local_experts n_routed_experts "
-    "moe_num_experts",
+    "moe_num_experts swa_num_attention_heads",
     2: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_key_value_heads "
-    "num_experts_per_tok num_experts_per_token moe_topk moe_k",
+    "num_experts_per_tok num_experts_per_token moe_topk moe_k swa_num_key_value_heads",
     1: "encoder_layers num_encoder_layers n_group topk_group first_k_dense_replace",
     0: "zero_expert_num attention_dropout attn_pdrop resid_pdrop embd_pdrop hidden_dropout dropout activation_dropout "
     "attention_probs_dropout_prob hidden_dropout_prob dropout_p layerdrop decoder_layerdrop classifier_dropout",

@@ -24,6 +24,7 @@ from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.packing import make_prefix_tree
 from tests.hf.models import CONFIGS, VOCABULARY, make_model, packed_batch, padded_batch
+from tests.hf.packed_functions import since_5_24, until_5_23
 
 
 def dense(intervals, num_keys):
@@ -62,9 +63,9 @@ def positions(lengths):
     return torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
 
 
-def packed(function, lengths=(7, 1, 1, 11)):
+def packed(function, *blocks, of=until_5_23, lengths=(7, 1, 1, 11)):
     number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].expand(2, -1)
-    return hf_masks.packed_sequence_compatibility_function(function, positions(lengths), number)
+    return of(function, positions(lengths), number, *blocks)
 
 
 NO_PADDING = torch.zeros(2, dtype=torch.int64)
@@ -79,6 +80,10 @@ FUNCTIONS = {
     "packed": packed(hf_masks.causal_mask_function),
     "packed sliding": packed(hf_masks.sliding_window_causal_mask_function(4)),
     "packed chunked": packed(hf_masks.chunked_causal_mask_function(3, NO_PADDING)),
+    "packed images": packed(hf_masks.causal_mask_function, hf_masks.blockwise_overlay(BLOCKS)),
+    "packed, 5.24": packed(hf_masks.causal_mask_function, of=since_5_24),
+    "packed chunked, 5.24": packed(hf_masks.chunked_causal_mask_function(3, NO_PADDING), of=since_5_24),
+    "packed images, 5.24": packed(hf_masks.causal_mask_function, hf_masks.blockwise_overlay(BLOCKS), of=since_5_24),
     "images": hf_masks.or_masks(hf_masks.causal_mask_function, hf_masks.blockwise_overlay(BLOCKS)),
     "images in a window": hf_masks.or_masks(
         hf_masks.sliding_window_causal_mask_function(3), hf_masks.blockwise_overlay(BLOCKS)
@@ -149,9 +154,17 @@ def test_generation_with_a_cache_gives_the_tokens_of_eager_attention(name):
     assert torch.equal(eager, magi)
 
 
-def test_generation_with_a_cache_of_fixed_size_is_an_error():
-    with pytest.raises(ValueError, match=r"^cache_implementation: a cache of fixed size is not supported"):
-        make_model("llama").generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, cache_implementation="static")
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss", "llama4"])
+def test_generation_with_a_cache_of_fixed_size_is_that_of_eager_attention(name, padding):
+    seen = (torch.arange(12) >= torch.tensor([[0], [padding]])).long()
+    asked = {"max_new_tokens": 6, "cache_implementation": "static", "disable_compile": True}
+    asked |= {"attention_mask": seen, "return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    expected, ours = (
+        torch.stack(make_model(name, kind).eval().generate(torch.arange(1, 13).repeat(2, 1), **asked).logits)
+        for kind in ("eager", "magi")
+    )
+    assert (ours - expected).abs().max() < 1e-5
 
 
 def test_a_square_mask_of_a_users_is_taken():
@@ -222,11 +235,9 @@ def test_documents_by_lengths_are_those_by_positions(name, padding):
         number = torch.repeat_interleave(torch.arange(len(own)), torch.tensor(own))[None].expand(2, -1)
         positions = torch.cat([torch.arange(n) for n in own])[None].expand(2, -1)
         inner, blocks = inner_and_blocks(function)
-        seen = hf_masks.packed_sequence_compatibility_function(inner, positions, number)
-        seen = hf_masks.or_masks(seen, *blocks) if blocks else seen
+        seen = since_5_24(inner, positions, number, *blocks)
         expected = hf_masks.sdpa_mask(**asked, mask_function=seen, allow_is_causal_skip=False)
-        expected = expected.expand(2, -1, -1, -1)[i, 0] & (number[0][:, None] == number[0])
-        assert torch.equal(ours[i, :, i], expected), i
+        assert torch.equal(ours[i, :, i], expected.expand(2, -1, -1, -1)[i, 0]), i
         assert not ours[i, :, 1 - i].any()
 
 

@@ -1,5 +1,6 @@
 """Packed training under context parallelism, model by model, in the unmodified Trainer."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import megatron_magi
+from tests.frameworks.page import blocks
 from tests.hf import packed_models
 from tests.hf.models import make_model
 
@@ -23,11 +25,27 @@ def train(folder, cp_size):
         packed_models.fresh_state()
         model = make_model(config, "eager" if cp_size == 1 else "magi")
         samples = [{"input_ids": tokens} for tokens in packed_models.documents()]
-        collator = packed_models.padded if cp_size == 1 else DataCollatorWithFlattening()
-        out[name] = packed_models.train(
-            Trainer(model, TrainingArguments(**packed_models.options(folder, cp_size)), collator, samples)
-        )
+        if cp_size > 1:
+            trainer = by_the_page(model, samples, folder, cp_size)
+        else:
+            arguments = TrainingArguments(**packed_models.options(folder, cp_size))
+            trainer = Trainer(model, arguments, packed_models.padded, samples)
+        out[name] = packed_models.train(trainer)
     return out
+
+
+def by_the_page(model, dataset, folder, cp_size):
+    """The Trainer of the page's lines, of which options are left out and the number of ranks is another."""
+    lines = blocks("hugging_face.md", "## Several ranks")[0].partition("\n\n")[0]
+    for there, here in (("(..., ", "("), ("cp_size=8", f"cp_size={cp_size}"), ("\nTrainer(", "\ntrainer = Trainer(")):
+        assert lines.count(there) == 1
+        lines = lines.replace(there, here)
+    assert lines.endswith(".train()")
+    names = {"Trainer": Trainer, "DataCollatorWithFlattening": DataCollatorWithFlattening}
+    names["TrainingArguments"] = functools.partial(TrainingArguments, **packed_models.options(folder, 1))
+    names |= {"model": model, "dataset": dataset}
+    exec(compile(lines.removesuffix(".train()"), "hugging_face.md", "exec"), names)
+    return names["trainer"]
 
 
 def on_ranks(rank, num_ranks, folder):

@@ -14,6 +14,7 @@ from transformers import masking_utils
 from megatron_magi.hf import shard_batch
 from megatron_magi.mask.dense import dense_mask
 from tests.hf.models import CONFIGS
+from tests.hf.packed_functions import since_5_24
 
 ROWS = ((9, 1, 14), (24,), (5, 19))
 """Lengths of the documents in each row of a batch."""
@@ -105,7 +106,7 @@ def test_documents_whose_positions_begin_elsewhere_are_those_of_one_rank(kind, p
     _, shard = shard_batch({"input_ids": position_ids * 0, "position_ids": position_ids}, None, CONFIGS["llama"])
     number = masking_utils.find_packed_sequence_indices(position_ids)
     if number is not None:
-        function = masking_utils.packed_sequence_compatibility_function(function, position_ids, number)
+        function = since_5_24(function, position_ids, number)
     seen = masking_utils.sdpa_mask(3, 24, 24, mask_function=function, allow_is_causal_skip=False).expand(3, -1, -1, -1)
     found = dense_mask(shard.layer_mask(LAYERS[kind][0]).key.mask).reshape(3, 24, 3, 24)
     for i in range(3):
@@ -118,6 +119,12 @@ def test_all_rows_of_a_shards_mask_are_itself_and_fewer_are_refused():
     assert mask[:, :, 0:, :] is mask
     with pytest.raises(ValueError, match=r"^logits_to_keep: "):
         mask[:, :, -1:, :]
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_by_either_of_its_names_is_refused(name):
+    with pytest.raises(ValueError, match=f"^{name}: a cache cannot be sharded"):
+        shard_batch(batch_of(ROWS, **{name: object()}), None, CONFIGS["llama"])
 
 
 @pytest.mark.parametrize("keep", [1, torch.tensor([71])])

@@ -127,6 +127,6 @@ def _draw_panel(axis, rows: Sequence[Row], which: str, published: Mapping[str, t
             axis.plot([x - 0.45, x + 0.45], [published[mask][PASSES.index(which)]] * 2, color="black", ls="--", lw=1)
     axis.set_xticks(range(len(masks)), [MASKS[mask] for mask in masks], fontsize=8)
     axis.set_ylabel("TFLOP/s a GPU", fontsize=8)
-    axis.margins(y=0.24)
+    axis.margins(y=0.38)
     axis.grid(axis="y", lw=0.3)
     axis.set_axisbelow(True)

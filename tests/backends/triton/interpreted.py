@@ -36,3 +36,25 @@ def _widened(x):
 
 
 interpreter.InterpreterBuilder.create_dot = _dot_with_bf16
+
+_masked_load = interpreter.InterpreterBuilder.create_masked_load
+
+
+def _load_with_any_mask(builder, pointers, mask, *rest):
+    """Triton 3.9 makes an integer of ``block & scalar``, and takes booleans alone for a mask."""
+    return _masked_load(builder, pointers, _as_bool(mask), *rest)
+
+
+_masked_store = interpreter.InterpreterBuilder.create_masked_store
+
+
+def _store_with_any_mask(builder, pointers, values, mask, *rest):
+    return _masked_store(builder, pointers, values, _as_bool(mask), *rest)
+
+
+def _as_bool(mask):
+    return interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
+
+
+interpreter.InterpreterBuilder.create_masked_load = _load_with_any_mask
+interpreter.InterpreterBuilder.create_masked_store = _store_with_any_mask
