@@ -46,6 +46,10 @@ class _Tuning(ctypes.Structure):
     ]  # fmt: skip
 
 
+_TUNED = [(name, name.upper()) for name, _ in _Tuning._fields_ if name not in ("queries", "slack")]
+"""Fields and their names in `tuning`."""
+
+
 def host_plan(
     bands: bd.IntArray, tiling: tuple[bool, int, tuple[int, int], int, tuple[int, int, int, int] | None]
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], int, int, tuple[float, float]] | None:
@@ -94,8 +98,7 @@ def schedule(
     assert library is not None
     starts, costs = np.ascontiguousarray(starts, dtype=np.int32), np.ascontiguousarray(costs, dtype=np.int64)
     of_work, counts = _Work(len(costs), *work), (_Int * 2)()
-    names = [name for name, _ in _Tuning._fields_ if name not in ("queries", "slack")]
-    limits = _Tuning(queries=queries, slack=slack, **{name: getattr(tuning, name.upper()) for name in names})
+    limits = _Tuning(queries=queries, slack=slack, **{name: getattr(tuning, known) for name, known in _TUNED})
     handle = library.magi_schedule_begin(
         starts.ctypes.data, costs.ctypes.data, ctypes.byref(of_work), ctypes.byref(limits), counts
     )
