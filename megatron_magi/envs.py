@@ -254,7 +254,8 @@ def load_build(environ: Mapping[str, str] | None = None) -> BuildSettings:
         ValueError: a value is malformed.
     """
     names = (WORKSPACE, VERBOSE, DEBUG, NO_CACHE, FORCE_JIT, PREBUILD, PREBUILD_JOBS)
-    found = {r.variable.name: r for r in readings(environ) if r.variable.name in names}
+    environ = os.environ if environ is None else environ
+    found = {name: _reading(VARIABLES[name], environ) for name in names}
     problem = next((r.problem for r in found.values() if r.problem), None)
     if problem:
         raise ValueError(problem)

@@ -31,3 +31,9 @@ def growth(memory: list[tuple], column: int) -> float:
 def resident_mib() -> float:
     """MiB of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def anonymous_mb() -> float:
+    """MB of this process in memory that are no pages of files; of these the system takes some back."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024 / 1e6

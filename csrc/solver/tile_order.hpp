@@ -86,13 +86,20 @@ inline void drift(const TilesView& plan, double* out) {
   out[0] = starts.empty() ? 0.0 : median(starts), out[1] = ends.empty() ? 0.0 : median(ends);
 }
 
+// Each item goes to the SM that is free first: the root of a heap, which then sinks.
 inline Int makespan(const Int* costs, Int count, Int num_sms) {
-  std::priority_queue<Int, Ints, std::greater<Int>> busy(std::greater<Int>(), Ints(std::max<Int>(1, num_sms), 0));
+  const Int size = std::max<Int>(1, num_sms);
+  Ints busy(size, 0);
   Int most = 0;
   for (Int i = 0; i < count; ++i) {
-    const Int end = busy.top() + costs[i];
-    busy.pop(), busy.push(end);
-    most = std::max(most, end);
+    const Int end = busy[0] + costs[i];
+    Int at = 0;
+    for (Int below = 1; below < size; at = below, below = 2 * at + 1) {
+      if (below + 1 < size && busy[below + 1] < busy[below]) ++below;
+      if (busy[below] >= end) break;
+      busy[at] = busy[below];
+    }
+    busy[at] = end, most = std::max(most, end);
   }
   return most;
 }

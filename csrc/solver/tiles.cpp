@@ -1,7 +1,9 @@
-// Called by megatron_magi/backends/sm90/cpp_tiles.py: begins a plan, finds its passes or takes given ones, and writes
+// Called by megatron_magi/backends/tiles/cpp_tiles.py: begins a plan, finds its passes or takes given ones, and writes
 // the plan to memory of the caller, which ends it. Results are equal to those of the Python planner.
 #include "tiles.hpp"
 
+#include "host_plan.hpp"
+#include "schedule.hpp"
 #include "tile_order.hpp"
 
 #define MAGI_EXPORT extern "C" __attribute__((visibility("default")))
@@ -12,7 +14,7 @@ using magi::Tiles;
 static_assert(sizeof(magi::Band) == 6 * sizeof(Int));
 
 // Must be incremented whenever results or arguments change, so that a library built from other sources is rejected.
-MAGI_EXPORT Int magi_tiles_version() { return 4; }
+MAGI_EXPORT Int magi_tiles_version() { return 5; }
 
 // `counts` receives the number of tiles, of pieces, and of passes; -1 where these are to be given.
 MAGI_EXPORT Tiles* magi_tiles_begin(const magi::Band* bands, Int count, const magi::TileShape* shape, Int* counts) {
@@ -66,4 +68,37 @@ MAGI_EXPORT void magi_tiles_facts(const magi::Band* bands, Int count, Int* out) 
   }
   std::sort(rows.begin(), rows.end());
   out[0] = std::unique(rows.begin(), rows.end()) - rows.begin();
+}
+
+// `counts` receives the number of tiles and of passes, and the step from block to block. The result is null
+// where passes have to be found by numpy. `drifts` receives two numbers.
+MAGI_EXPORT magi::HostPlan* magi_host_plan_begin(const magi::Band* bands, Int count, const magi::HostShape* shape,
+                                                 Int* counts, double* drifts) {
+  auto* plan = new magi::HostPlan(bands, count, *shape);
+  if (!plan->is_done) {
+    delete plan;
+    return nullptr;
+  }
+  counts[0] = plan->num_tiles(), counts[1] = plan->num_passes(), counts[2] = plan->step();
+  std::copy(plan->drifts, plan->drifts + 2, drifts);
+  return plan;
+}
+
+MAGI_EXPORT void magi_host_plan_end(magi::HostPlan* plan, std::int32_t* table, std::int32_t* starts, Int* costs) {
+  plan->write(table, starts, costs);
+  delete plan;
+}
+
+// `counts` receives the number of items, and of tiles that are split.
+MAGI_EXPORT magi::Schedule* magi_schedule_begin(const std::int32_t* starts, const Int* costs,
+                                                const magi::ScheduleWork* work, const magi::ScheduleTuning* tuning,
+                                                Int* counts) {
+  auto* schedule = new magi::Schedule(starts, costs, *work, *tuning);
+  counts[0] = static_cast<Int>(schedule->items.size()), counts[1] = schedule->num_split;
+  return schedule;
+}
+
+MAGI_EXPORT void magi_schedule_end(magi::Schedule* schedule, magi::Item* items) {
+  std::copy(schedule->items.begin(), schedule->items.end(), items);
+  delete schedule;
 }

@@ -173,24 +173,32 @@ struct Tiles {
     return true;
   }
 
+  Int num_rows(Int i) const { return (i + 1 < num_tiles() ? starts[i + 1] : shape.num_rows) - starts[i]; }
+
+  // First piece of each pass, and the number of pieces.
+  Ints first_pieces() const {
+    Ints first;
+    for (Int i = 0; i < num_pieces(); ++i)
+      if (!i || pass_of_piece[i] != pass_of_piece[i - 1]) first.push_back(i);
+    first.push_back(num_pieces());
+    return first;
+  }
+
   // Writes `TilePlan`: tiles by decreasing cost.
   void write(std::int32_t* tiles, std::int32_t* passes, std::int32_t* bounds, Int* costs) const {
+    const Ints first = first_pieces();
+    describe_all(first, tiles, passes, costs);
+    for (Int i = 0; i < num_passes(); ++i) write_bounds(first, i, 1, bounds + i * shape.block_m * 2);
+  }
+
+  // The same but the bounds; `first`: of `first_pieces`.
+  void describe_all(const Ints& first, std::int32_t* tiles, std::int32_t* passes, Int* costs) const {
     const Int count = num_tiles(), num = num_passes();
-    Ints blocks(count), first_pass(count + 1), rows(count), order(count);
+    Ints blocks(count), first_pass(count + 1), order(count);
     for (Int i = 0; i < num; ++i) ++first_pass[tile[i] + 1];
     std::partial_sum(first_pass.begin(), first_pass.end(), first_pass.begin());
-    for (Int i = 0; i < count; ++i) rows[i] = (i + 1 < count ? starts[i + 1] : shape.num_rows) - starts[i];
-    std::fill(bounds, bounds + num * shape.block_m * 2, 0);
-    for (Int i = 0, piece = 0; i < num; ++i) {
-      const Int begin = piece;
-      while (piece < num_pieces() && pass_of_piece[piece] == i) ++piece;
-      const Int row0 = starts[tile[i]], height = rows[tile[i]];
-      std::int32_t* of_rows = bounds + i * shape.block_m * 2;
-      for (Int j = begin; j < piece; ++j) fill_bounds(pieces[j], row0, of_rows);
-      if (!shape.hide_tail)
-        for (Int row = height; row < shape.block_m; ++row)
-          of_rows[2 * row + 1] = static_cast<std::int32_t>(kEverything);
-      describe(begin, piece, row0, height, passes + 8 * i);
+    for (Int i = 0; i < num; ++i) {
+      describe(first[i], first[i + 1], starts[tile[i]], num_rows(tile[i]), passes + 8 * i);
       blocks[tile[i]] += passes[8 * i + 1];
     }
     std::vector<double> cost(count);
@@ -200,18 +208,34 @@ struct Tiles {
     std::iota(order.begin(), order.end(), Int{0});
     std::stable_sort(order.begin(), order.end(), [&](Int a, Int b) { return cost[a] > cost[b]; });
     for (Int n = 0; n < count; ++n) {
-      const Int i = order[n], values[] = {starts[i], first_pass[i], first_pass[i + 1], rows[i]};
+      const Int i = order[n], values[] = {starts[i], first_pass[i], first_pass[i + 1], num_rows(i)};
       std::copy(values, values + 4, tiles + 4 * n);
       costs[n] = blocks[i];
     }
   }
 
+  // Columns of the rows of a pass, `scale` times as many; `first`: of `first_pieces`.
+  void write_bounds(const Ints& first, Int pass, Int scale, std::int32_t* of_rows) const {
+    const Int row0 = starts[tile[pass]];
+    std::fill(of_rows, of_rows + 2 * shape.block_m, 0);
+    for (Int j = first[pass]; j < first[pass + 1]; ++j) fill_bounds(pieces[j], row0, scale, of_rows);
+    if (!shape.hide_tail)
+      for (Int row = num_rows(tile[pass]); row < shape.block_m; ++row)
+        of_rows[2 * row + 1] = static_cast<std::int32_t>(kEverything);
+  }
+
  private:
-  static void fill_bounds(const Band& piece, Int row0, std::int32_t* of_rows) {
-    for (Int row = piece.q0; row < piece.q1; ++row) {
-      std::int32_t* bound = of_rows + 2 * (row - row0);
-      bound[0] = static_cast<std::int32_t>(std::max(piece.k0, row + piece.d_lo));
-      bound[1] = static_cast<std::int32_t>(std::min(piece.k1, row + piece.d_hi));
+  // A diagonal that is missing is replaced by a line so far away that it cuts nothing.
+  static void fill_bounds(const Band& piece, Int row0, Int scale, std::int32_t* of_rows) {
+    const bool has_lo = piece.d_lo != -kNoDiagonal, has_hi = piece.d_hi != kNoDiagonal;
+    const auto lo = static_cast<std::int32_t>(has_lo ? piece.q0 + piece.d_lo : -kEverything);
+    const auto hi = static_cast<std::int32_t>(has_hi ? piece.q0 + piece.d_hi : kEverything);
+    const auto k0 = static_cast<std::int32_t>(piece.k0), k1 = static_cast<std::int32_t>(piece.k1);
+    const auto count = static_cast<std::int32_t>(piece.q1 - piece.q0), times = static_cast<std::int32_t>(scale);
+    std::int32_t* bound = of_rows + 2 * (piece.q0 - row0);
+    for (std::int32_t row = 0; row < count; ++row) {
+      bound[2 * row] = times * std::max(k0, lo + row);
+      bound[2 * row + 1] = times * std::min(k1, hi + row);
     }
   }
 

@@ -219,7 +219,7 @@ class RuntimeCache:
         Returns:
             ``key``.
         """
-        for gone in [group for group in self._most_recent if not exists(group)]:
+        for gone in [group for group in list(self._most_recent) if not exists(group)]:
             self.clear(gone)  # else its connections would stay open
         # Also when the plan was there already: on another rank the same call may bring a new one.
         if key.config.comm.verify and runtime.plan.cp_size > 1:
@@ -242,8 +242,8 @@ class RuntimeCache:
     def clear(self, group: dist.ProcessGroup | None = None) -> None:
         """Drops the runtimes of ``group``, of all groups when None."""
         self._runtimes.drop(lambda key: group is None or key.cp_group == group)
-        for known in [known for known in self._most_recent if group is None or known == group]:
-            del self._most_recent[known]
+        for known in [known for known in list(self._most_recent) if group is None or known == group]:
+            self._most_recent.pop(known, None)
         of_group = [key for key, call in list(self._templates.items()) if group is None or call.group_ref() is group]
         for key in of_group:
             self._templates.pop(key, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -44,6 +45,8 @@ _DEFAULTS = MagiConfig()
 _PLAIN = (float, int, bool, str)
 _MOST_CALLS = 64
 """Most calls that are cached with a plan, and most templates; trainers have a few."""
+_keeping = threading.Lock()
+"""Held while these change: threads may share a plan, and all keys share templates."""
 
 
 @outside_graphs
@@ -144,11 +147,11 @@ def _attend_rows(
             check_sinks(sink, sink_layout, q)
             check_options(rank_plan, config, return_max_logits)
             more = group, config, sink_layout, softmax_scale, softcap, return_max_logits
-            with together(q.device) as gathers:
+            with together(q.device):
                 call = _make_call(_template(key, rank_plan, q, k, v, sink, *more), rank_plan)
                 _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
                 _make_room(q, k, v, call, rank_plan)
-                if gathers and call.program is not None:
+                if call.program is not None:
                     call.program.prepare_forward(q, k, v, sink, return_max_logits)
             _keep(known, key, call)
         if call.record.gradient:
@@ -182,10 +185,11 @@ def _keep(known: dict[tuple, Any], key: tuple | None, value: Any) -> None:
     """Keeps a value for calls with the same key, as the last one in the order of the dictionary; the first ones go."""
     if key is None:
         return
-    known.pop(key, None)
-    while len(known) >= _MOST_CALLS:
-        known.pop(next(iter(known)), None)
-    known[key] = value
+    with _keeping:
+        known.pop(key, None)
+        while len(known) >= _MOST_CALLS:
+            del known[next(iter(known))]
+        known[key] = value
 
 
 def _template(key: tuple | None, plan: RankPlan, *of_call: Any) -> CallTemplate:
@@ -305,7 +309,7 @@ def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
     if plan.moves is not None or like.moves is not None:
         return  # passes differ in the number of guests too
     known = plan.runtime.calls
-    for key, earlier in like.runtime.calls.items():
+    for key, earlier in list(like.runtime.calls.items()):
         if key not in known and (plan.cp_size == 1 or earlier.group_ref() is not None):
             call = known[key] = _make_call(earlier.template, plan)
             _make_room(*call.template.layouts, call, plan)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_magi import envs
 from megatron_magi.backends.costs import DEFAULT, rates_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.cost_model import Rates
@@ -46,8 +47,7 @@ def present_rates() -> Rates:
     """
     if not torch.cuda.is_available():
         return DEFAULT
-    name = torch.cuda.get_device_name()
-    return _read(calibration_file(name), name)
+    return _read(torch.cuda.get_device_name(), envs.load_build().workspace)
 
 
 def with_present_rates(config: MagiConfig) -> MagiConfig:
@@ -58,8 +58,9 @@ def with_present_rates(config: MagiConfig) -> MagiConfig:
 
 
 @cache
-def _read(file: Path, device_name: str) -> Rates:
-    """Read once a process: ranks that begin together go on with the same rates."""
+def _read(device_name: str, _workspace: str | None) -> Rates:
+    """Read once a process and workspace: ranks that begin together go on with the same rates."""
+    file = calibration_file(device_name)
     try:
         rates = Rates.from_json(file.read_text())
     except (FileNotFoundError, NotADirectoryError):

@@ -45,6 +45,8 @@ def arrival_arrays(local_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
     order = np.argsort(local_rows, kind="stable")
     counts = np.bincount(local_rows)  # rows of a shard are few enough for this, which is faster than to sort or hash
     rows = np.flatnonzero(counts)
+    if len(rows) == len(local_rows):  # each row has one, as on two ranks
+        return rows, np.arange(len(rows) + 1), order, (len(rows),) if len(rows) else ()
     counts = counts[rows]
     first = np.cumsum(counts) - counts
     by_count = np.argsort(-counts, kind="stable")

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_magi.backends.base import Ready, is_changing
+from megatron_magi.backends.sm90 import cpp_tables, tuning
 from megatron_magi.backends.sm90 import schedule as hopper_schedule
-from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.choices import MaskFacts
 from megatron_magi.backends.sm90.schedule import Schedule
 from megatron_magi.backends.tiles import cpp_tiles
@@ -73,9 +73,25 @@ class HostPlan:
         """Makes the plan from a tile plan; ``drift``: result of `hopper_tiles.drift`."""
         parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
         table = np.concatenate([*parts, np.zeros(4, dtype=np.int32)])
-        offsets = (0, 4 * len(parts[0]), 4 * (len(parts[0]) + len(parts[1])))
+        of_tiles = plan.tiles[:, 0].copy(), plan.costs, table, len(plan.passes), plan.step
+        return cls.made(*of_tiles, drift, packed, arriving)
+
+    @classmethod
+    def made(
+        cls,
+        starts: NDArray[np.int32],
+        costs: NDArray[np.int64],
+        table: NDArray[np.int32],
+        num_passes: int,
+        step: int,
+        drift: tuple[float, float],
+        packed: int,
+        arriving: tuple[int, int, int, int] | None,
+    ) -> HostPlan:
+        """The plan of these tables, with ``num_passes`` passes; ``drift`` as of `of`."""
+        of_tiles, of_passes = 16 * len(costs), 32 * num_passes
         return cls(
-            plan.tiles[:, 0].copy(), plan.costs, table, offsets, plan.step,
+            starts, costs, table, (0, of_tiles, of_tiles + of_passes), step,
             heads_inner=hopper_schedule.differ_in_length(*drift), long_tile=packed * hopper_schedule.long_tile(*drift),
             packed=packed, arriving=arriving,
         )  # fmt: skip
@@ -94,14 +110,11 @@ class HostPlan:
         long_tile = self.long_tile
         if group == 1 and max_split:  # the items of one head need no sums of dk and dv
             long_tile = min(long_tile, tuning.LONG_BLOCKS_UNEVEN)
-        made = hopper_schedule.make_schedule(
+        return hopper_schedule.make_schedule(
             self.starts, self.costs, heads_kv, group, num_sms,
             max_split=min(max_split, self.num_tiles), long_tile=long_tile, narrow=narrow,
+            own=None if self.arriving is None else (self.arriving[0], self.arriving[-1]),
         )  # fmt: skip
-        if self.arriving is None:
-            return made
-        first, *_, lead = self.arriving
-        return hopper_schedule.local_first(made, self.costs, group, self.starts < first, lead)
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,6 +241,9 @@ def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> 
     """The plan of a mask, on the CPU; ``planner``: see `cpp_tiles.chosen`."""
     is_backward, rows, shape, packed, arriving = tiling
     maker = cpp_tiles if cpp_tiles.chosen(planner) else hopper_tiles
+    made = None if maker is hopper_tiles else cpp_tables.host_plan(bands, tiling)
+    if made is not None:
+        return HostPlan.made(*made, packed, arriving if is_backward else None)
     plan_tiles = maker.plan_tiles
     if not is_backward:
         places, keys = shape

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_magi.backends.sm90 import tuning
+from megatron_magi.backends.sm90 import cpp_tables, tuning
 from megatron_magi.backends.tiles import cpp_tiles
 
 _QUERIES, _SLACK = 64, 208  # queries of a block; tolerance in columns for where tiles of one document end
@@ -89,7 +89,7 @@ def long_tile(starts: float, ends: float) -> int:
 
 def make_schedule(
     starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, *, max_split: int, long_tile: int,
-    narrow: bool = False,
+    narrow: bool = False, own: tuple[int, int] | None = None,
 ) -> Schedule:  # fmt: skip
     """Divides the tiles and heads of a backward pass into work items.
 
@@ -103,9 +103,20 @@ def make_schedule(
             that locality matters less.
         long_tile: blocks from which on a tile is long.
         narrow: head dim 64, for which a causal mask of one document is not divided into sections.
+        own: where keys are fetched while the kernel runs, the first index of these, and ``lead`` of `local_first`.
     """
     assert heads_kv * group < 1 << 16 and group < 1 << 15
+    if cpp_tiles.available():
+        of_work = heads_kv, group, num_sms, max_split, long_tile, narrow, *(own or (-1, 0))
+        return Schedule(*cpp_tables.schedule(starts, costs, of_work, _QUERIES, _SLACK))
     work = _Work(starts, costs, heads_kv, group, num_sms)
+    made = _best_schedule(work, max_split, long_tile, narrow)
+    return made if own is None else local_first(made, costs, group, starts < own[0], own[1])
+
+
+def _best_schedule(work: _Work, max_split: int, long_tile: int, narrow: bool) -> Schedule:
+    """Items ordered for locality, or for balance alone."""
+    _, costs, _, group, num_sms = work
     near = _near_schedule(work, max_split, long_tile, narrow)
     if max_split or len(near.items) > tuning.FALLING_COST_MOST_ITEMS * num_sms:
         return near

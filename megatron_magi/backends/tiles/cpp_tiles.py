@@ -18,17 +18,28 @@ from megatron_magi.backends.tiles.tiles import TilePlan
 from megatron_magi.mask import bands as bd
 from megatron_magi.runtime import cpp_library
 
-_VERSION = 4
+_VERSION = 5
 """Raised with that of csrc/solver/tiles.cpp: a library that was built from other sources is not used."""
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
 
-class _Shape(ctypes.Structure):
+class Shape(ctypes.Structure):
+    """Arguments of `plan_tiles`, and what tiles and passes cost."""
+
     _fields_ = [
         *((name, _Int) for name in ("num_rows", "block_m", "block_n", "align", "hide_tail", "parts", "tile_cost")),
         ("pass_cost", ctypes.c_double),
         ("masked_cost", ctypes.c_double),
     ]
+
+    @classmethod
+    def of(
+        cls, num_rows: int, block_m: int, block_n: int, align: int, hide_tail: bool, parts: int, packed: int
+    ) -> Shape:
+        """From the arguments of `tiles.plan_tiles`."""
+        pass_cost = tile_costs.PASS_COST_BLOCKS * 128 / (block_n * packed)
+        costs = tile_costs.TILE_COST_COLUMNS, pass_cost, tile_costs.MASKED_COST if hide_tail else 0.0
+        return cls(num_rows, block_m, block_n, align, hide_tail, parts, *costs)
 
 
 class _View(ctypes.Structure):
@@ -53,7 +64,17 @@ def _library() -> ctypes.CDLL | None:
         library.magi_tiles_drift.argtypes = [_Pointer] * 2
         library.magi_tiles_makespan.argtypes, library.magi_tiles_makespan.restype = [_Pointer, _Int, _Int], _Int
         library.magi_tiles_facts.argtypes = [_Pointer, _Int, _Pointer]
+        library.magi_host_plan_begin.restype = library.magi_schedule_begin.restype = _Pointer
+        library.magi_host_plan_begin.argtypes = [_Pointer, _Int, *[_Pointer] * 3]
+        library.magi_host_plan_end.argtypes = [_Pointer] * 4
+        library.magi_schedule_begin.argtypes = [_Pointer] * 5
+        library.magi_schedule_end.argtypes = [_Pointer] * 2
     return library
+
+
+def library() -> ctypes.CDLL | None:
+    """The library, for modules that have functions of their own in it; None where it is not `available`."""
+    return _library()
 
 
 def available() -> bool:
@@ -80,9 +101,7 @@ def plan_tiles(
     """`tiles.plan_tiles` in C++, with equal results; only where this is `available`."""
     library = _library()
     assert library is not None
-    pass_cost = tile_costs.PASS_COST_BLOCKS * 128 / (block_n * packed)
-    costs = tile_costs.TILE_COST_COLUMNS, pass_cost, tile_costs.MASKED_COST if hide_tail else 0.0
-    shape = _Shape(num_rows, block_m, block_n, align, hide_tail, parts, *costs)
+    shape = Shape.of(num_rows, block_m, block_n, align, hide_tail, parts, packed)
     bands = np.ascontiguousarray(bands, dtype=np.int64)
     counts = (_Int * 3)()
     handle = library.magi_tiles_begin(bands.ctypes.data, len(bands), ctypes.byref(shape), counts)
@@ -90,7 +109,7 @@ def plan_tiles(
     if num_passes < 0:
         pieces, tile = np.empty((num_pieces, 6), dtype=np.int64), np.empty(num_pieces, dtype=np.int64)
         library.magi_tiles_pieces(handle, pieces.ctypes.data, tile.ctypes.data)
-        found = map(np.ascontiguousarray, assign_passes(pieces, tile, block_n, align, pass_cost))
+        found = map(np.ascontiguousarray, assign_passes(pieces, tile, block_n, align, shape.pass_cost))
         pieces, pass_of_piece, pass_tile = found
         num_passes = len(pass_tile)
         library.magi_tiles_give(
