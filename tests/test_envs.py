@@ -91,6 +91,7 @@ def test_an_empty_environment_gives_the_defaults_of_the_configuration():
         ("SDPA_BACKEND", "0", "attend", "impl", "auto"),
         ("KERNEL_BACKEND", "ffa", "attend", "impl", "ffa"),
         ("KERNEL_BACKEND", "cudnn", "attend", "impl", "cudnn"),
+        ("KERNEL_BACKEND", "triton", "attend", "impl", "triton"),
         ("KERNEL_BACKEND", "fa4", "attend", "impl", "cudnn"),
         ("FA4_BACKEND", "1", "attend", "impl", "cudnn"),
         ("FA4_BACKEND", "0", "attend", "impl", "auto"),
