@@ -219,12 +219,12 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             KERNEL_BACKEND,
             Kind.CHOICE,
             None,
-            "Which attention runs: `ffa` the Hopper kernels, `cudnn` those of the cuDNN frontend, `sdpa` the dense "
-            "definition (see SDPA_BACKEND), `sdpa_ol` blocked attention in torch, in any precision; `fa4` is `cudnn`, "
-            "see FA4_BACKEND. No choice falls back.",
+            "Which attention runs: `ffa` the Hopper kernels, `cudnn` those of the cuDNN frontend, `triton` those "
+            "in Triton, `sdpa` the dense definition (see SDPA_BACKEND), `sdpa_ol` blocked attention in torch, in any "
+            "precision; `fa4` is `cudnn`, see FA4_BACKEND. No choice falls back.",
             "attend.impl",
-            choices=("ffa", "cudnn", "fa4", "sdpa", "sdpa_ol"),
-            choice_values=("ffa", "cudnn", "cudnn", "reference", "torch"),
+            choices=("ffa", "cudnn", "triton", "fa4", "sdpa", "sdpa_ol"),
+            choice_values=("ffa", "cudnn", "triton", "cudnn", "reference", "torch"),
             default_text="the fastest that takes the call",
         ),
         Variable(

@@ -74,6 +74,11 @@ def is_interpreted() -> bool:
     return NAME == "triton" and DEVICE == "cpu"
 
 
+def looks_at_values() -> bool:
+    """Whether a test has to ask for what is checked on a CPU alone otherwise: numbers in tensors (``sanity_check``)."""
+    return DEVICE != "cpu"
+
+
 def generator(seed: int) -> torch.Generator:
     """Random numbers for tensors of tests that name no device: on `DEVICE`, in tests that are `on_cpu` on the CPU."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)

@@ -82,7 +82,14 @@ def test_an_empty_environment_gives_the_defaults_of_the_configuration():
     assert envs.load({PREFIX + "DETERMINISTIC_MODE": " "}) == envs.load({})
 
 
-KERNEL_BACKENDS = {"ffa": "ffa", "cudnn": "cudnn", "fa4": "cudnn", "sdpa": "reference", "sdpa_ol": "torch"}
+KERNEL_BACKENDS = {
+    "ffa": "ffa",
+    "cudnn": "cudnn",
+    "triton": "triton",
+    "fa4": "cudnn",
+    "sdpa": "reference",
+    "sdpa_ol": "torch",
+}
 
 
 @pytest.mark.parametrize(

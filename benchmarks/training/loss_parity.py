@@ -16,6 +16,8 @@ With `--schedules` instead of these: stock attention on one GPU, and on several 
 of `SCHEDULES`, which differ in collectives and stages. In fp32 attention is always in stages, by the implementation in
 torch; in bf16 the default is one launch. Two levels need four GPUs: a node of one rank is no node.
 
+With `--backends`: stock attention on one GPU, and magi there by each of `BACKENDS`, in the dtypes that it takes.
+
 The trainings of one number of GPUs share a launch. `--sizes` takes some of them and `--judge` makes one table of what
 several calls have measured.
 """
@@ -52,7 +54,16 @@ SCHEDULES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "magi_two_levels": ({}, ("--hierarchical-context-parallel-sizes", "2")),
 }
 """Variables and arguments of a run; the number of nodes follows the last."""
-_SET = {name for variables, _ in SCHEDULES.values() for name in variables} | {"MAGI_ATTENTION_SDPA_BACKEND"}
+_KERNELS = "MAGI_ATTENTION_KERNEL_BACKEND"
+BACKENDS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "magi_ffa": ({_KERNELS: "ffa"}, ()),
+    "magi_cudnn": ({_KERNELS: "cudnn"}, ()),
+    "magi_triton": ({_KERNELS: "triton"}, ()),
+}
+"""Likewise; `_IN_FP32` take fp32."""
+_IN_FP32 = ("stock", "magi_triton")
+_WAYS = SCHEDULES | BACKENDS
+_SET = {name for variables, _ in _WAYS.values() for name in variables} | {"MAGI_ATTENTION_SDPA_BACKEND"}
 HEADER = ["run", "dtype", "ranks", "iterations", "first_loss", "last_loss", "difference_to_fp32", "budget",
           "difference_to_stock", "tokens_per_s", "balance", "received_rows", "lower_bound_rows",
           "max_allocated_gib", "seconds"]  # fmt: skip
@@ -63,7 +74,7 @@ class Run:
     """One training.
 
     Attributes:
-        name: ``stock``, ``magi``, ``magi_dense``, ``long`` or one of `SCHEDULES`.
+        name: ``stock``, ``magi``, ``magi_dense``, ``long``, or one of `SCHEDULES` or `BACKENDS`.
         dtype: ``fp32`` or ``bf16``.
         ranks: GPUs, which hold each sequence together.
         losses: of each iteration, from 1.
@@ -96,13 +107,16 @@ class Run:
         args += ["--num-query-groups", "2", "--log-interval", "1", "--context-parallel-size", str(self.ranks)]
         args += ["--bf16"] if self.dtype == "bf16" else []
         args += [] if self.name == "stock" else ["--attention-backend", "magi"]
-        args += SCHEDULES.get(self.name, ({}, ()))[1]
+        args += _WAYS.get(self.name, ({}, ()))[1]
         args += [str(self.ranks // 2)] if self.name == "magi_two_levels" else []
         return tiny_gpt_args(data, *args, seq_length=seq_length, train_iters=steps, global_batch_size=batch)
 
 
-def runs_of(size: int, is_largest: bool, schedules: bool = False) -> list[Run]:
+def runs_of(size: int, is_largest: bool, schedules: bool = False, backends: bool = False) -> list[Run]:
     """What is trained on so many GPUs."""
+    if backends:
+        names = ["stock", *BACKENDS]
+        return [Run(n, dtype, size) for dtype in ("fp32", "bf16") for n in names if dtype == "bf16" or n in _IN_FP32]
     if schedules:
         ways = [name for name in SCHEDULES if name != "magi_two_levels" or size >= 4]
         names = ["stock"] if size == 1 else ["magi", *ways]
@@ -120,7 +134,7 @@ def work(runs: Sequence[Run], data: Path, out: Path) -> None:
         begin = time.perf_counter()
         for name in _SET:
             os.environ.pop(name, None)
-        os.environ |= SCHEDULES.get(run.name, ({}, ()))[0]
+        os.environ |= _WAYS.get(run.name, ({}, ()))[0]
         os.environ["MAGI_ATTENTION_SDPA_BACKEND"] = str(int(run.name == "magi_dense"))
         try:
             training = session.run([*run.args(data), "--magi-loss-log", str(log)])
@@ -168,7 +182,7 @@ def judge(runs: Sequence[Run]) -> tuple[list[list], list[str]]:
     """Rows of the table, and what failed or left its budget."""
     rows, failures = [], [f"{r.name} {r.dtype} on {r.ranks} GPUs: {r.error}" for r in runs if r.error]
     stock = {r.dtype: r for r in runs if r.name == "stock" and not r.error}
-    names = ("stock", "magi_dense", "magi", *SCHEDULES, "long")
+    names = ("stock", "magi_dense", "magi", *_WAYS, "long")
     for run in sorted(runs, key=lambda r: (r.name == "long", r.dtype != "fp32", names.index(r.name), r.ranks)):
         if run.error:
             continue
@@ -203,6 +217,7 @@ def launch(size: int, devices: Sequence[int], options: argparse.Namespace) -> su
     command += ["--rdzv-endpoint", "localhost:0", "-m", __spec__.name, "--out", str(options.out), "--worker", str(size)]
     command += ["--data", str(options.data), "--sizes", *map(str, options.sizes)]
     command += ["--schedules"] if options.schedules else []
+    command += ["--backends"] if options.backends else []
     with (options.out / f"log_{size}.txt").open("w") as log:
         return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
@@ -230,6 +245,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--sizes", type=int, nargs="+", help="numbers of GPUs; powers of two up to all if not given")
     parser.add_argument("--schedules", action="store_true", help="compare implementations and schedules instead")
+    parser.add_argument("--backends", action="store_true", help="compare kernels on one GPU instead")
     parser.add_argument("--judge", type=Path, nargs="+", metavar="DIR", help="only judge the results in these folders")
     parser.add_argument("--timeout", type=float, default=270.0, help="seconds for all of it")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
@@ -237,7 +253,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out = options.out.resolve()
     if options.worker:
-        runs = runs_of(options.worker, options.worker == max(options.sizes), options.schedules)
+        is_largest = options.worker == max(options.sizes)
+        runs = runs_of(options.worker, is_largest, options.schedules, options.backends)
         work(runs, options.data, options.out)
         sys.stdout.flush()
         os._exit(0)
@@ -246,7 +263,8 @@ def main() -> None:
     if not options.judge:
         if not num_gpus:
             sys.exit("needs a GPU")
-        options.sizes = options.sizes or [size for size in (1, 2, 4, 8) if size <= num_gpus]
+        sizes = (1,) if options.backends else (1, 2, 4, 8)
+        options.sizes = options.sizes or [size for size in sizes if size <= num_gpus]
         # Whole files, long ones too: what a batch of 64k tokens holds is wildly uneven.
         options.data = build_corpus(
             Path("gpu_training_work").resolve(), max_document_bytes=1 << 20, vocab_size=257

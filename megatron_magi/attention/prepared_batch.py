@@ -260,8 +260,8 @@ def prepare_batch(
         like: `StaticPlans.facts`, if these plans will be loaded into static plans: by plan.
 
     Raises:
-        ValueError: an argument is of another type, or a plan has more stages than what it is to be like; the message
-            begins with the argument's name.
+        ValueError: an argument is of another type, a plan has more stages than what it is to be like, or ``shape`` is
+            for another backend than ``config`` or ``like``; the message begins with the argument's name.
     """
     return prepare_plans(plans, shape, config, needs_backward=needs_backward, like=like).as_batch(arrays)
 
@@ -286,12 +286,24 @@ def prepare_plans(
             raise ValueError(f"plans: {name!r} has {plan.degree} remote stages, what it is prepared like has {most}")
     instance(shape, "shape", AttnShape)
     instance(config, "config", MagiConfig)
+    _check_backend(shape, config, bool(known))
     tables: list[np.ndarray] = []
     prepared = {
         name: _prepare_plan(plan, shape, config, needs_backward, tables, known.get(name))
         for name, plan in plans.items()
     }
     return PreparedPlans(prepared, tables)
+
+
+def _check_backend(shape: AttnShape, config: MagiConfig, is_static: bool) -> None:
+    """Raises ValueError for tables that no call would read: of another backend than calls, or static plans, take."""
+    backend, impl = shape.table_backend, config.attend.impl
+    if backend is None or shape.backend is None:
+        return
+    if impl not in ("auto", backend.name):
+        raise ValueError(f"shape: its tables are those of impl {backend.name!r} (kernels_for), config has {impl!r}")
+    if is_static and backend.capture is None:
+        raise ValueError(f"like: static plans read no tables of impl {backend.name!r}, which shape is for")
 
 
 def _prepare_plan(

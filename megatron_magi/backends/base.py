@@ -444,6 +444,20 @@ def is_changing(bands: np.ndarray) -> TypeGuard[ChangingBands]:
     return isinstance(bands, ChangingBands) and bands.mask is not None
 
 
+def refuse_tables_in_graph(device: torch.device, impl: str) -> None:
+    """Raises RuntimeError while a graph is captured that would read tables which are kept for a mask.
+
+    Args:
+        device: of the tables.
+        impl: the backend that reads them.
+    """
+    if is_capturing(device):
+        raise RuntimeError(
+            f"attention: a CUDA graph keeps no mask, and would read the tables of impl {impl!r} after they are "
+            "dropped; capture calc_attn with a static key (megatron_magi.api.make_static_key) and impl 'ffa'"
+        )
+
+
 def refuse_capture(device: torch.device) -> None:
     """Raises RuntimeError while a graph is captured."""
     if is_capturing(device):

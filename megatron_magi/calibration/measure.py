@@ -16,12 +16,12 @@ from megatron_magi.attention import distributed_attention
 from megatron_magi.backends.costs import rates_of
 from megatron_magi.calibration.fit import fit_kernels
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast
-from megatron_magi.config import CostModel, DispatchAlgorithm, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import AttendConfig, CostModel, DispatchAlgorithm, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.cost_model import Rates
-from megatron_magi.cuda.target import DEFAULT_TARGET, target_of
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import causal, full, sliding_window, varlen
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_passes import table_backend
 from megatron_magi.plan import make_plan
 
 logger = logging.getLogger(__name__)
@@ -34,24 +34,29 @@ _BUSY = 20
 """Passes over 256 MB that the GPU is busy with before what is timed: some 4 ms, in which the host gets ahead."""
 
 
-def calibrate() -> Rates:
+def calibrate(impl: str = "auto") -> Rates:
     """Measures the rates of the current GPU; in a process group those of rank 0's, and of what connects the ranks.
 
     Collective over the default group, if there is one.
 
+    Args:
+        impl: the backend that is measured; ``auto``: that which computes on this GPU.
+
     Raises:
-        RuntimeError: there is no GPU that the Hopper kernels run on.
+        RuntimeError: there is no GPU, or none that kernels run on.
+        ValueError: there is no backend of that name.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("calibrate: there is no GPU")
     device = torch.device("cuda", torch.cuda.current_device())
-    if target_of(device) != DEFAULT_TARGET:
-        where = torch.cuda.get_device_name()
-        raise RuntimeError(f"calibrate: expected a GPU that the Hopper kernels run on, got {where}")
+    backend = table_backend(impl, device, torch.bfloat16, (HEAD_DIM, HEAD_DIM))
+    if backend is None:
+        raise RuntimeError(f"calibrate: no kernels of impl {impl!r} run on {torch.cuda.get_device_name()}")
+    logger.info("calibrate: attention is computed by %r", backend.name)
     rates = replace(rates_of(torch.cuda.get_device_name()), device=torch.cuda.get_device_name())
-    rates = _kernels(replace(rates, memory_gbytes_per_s=_memory_rate()))
+    rates = _kernels(replace(rates, memory_gbytes_per_s=_memory_rate()), backend.name)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        rates = _transfers(rates)
+        rates = _transfers(rates, backend.name)
         text = [rates.to_json()]
         dist.broadcast_object_list(text)
         rates = Rates.from_json(text[0])
@@ -105,25 +110,25 @@ def _tensors(num_rows: int) -> list[torch.Tensor]:
     ]
 
 
-def _kernels(rates: Rates) -> Rates:
+def _kernels(rates: Rates, impl: str) -> Rates:
     forward, backward, measured = [], [], masks()
     for mask in measured:
         *leaves, dout = _tensors(mask.total_seqlen_q)
         frozen = [leaf.detach() for leaf in leaves]
-        forward.append(median_us(lambda f=frozen, m=mask: slice_attention(*f, m, impl="ffa")))
-        out = slice_attention(*leaves, mask, impl="ffa")[0]
+        forward.append(median_us(lambda f=frozen, m=mask: slice_attention(*f, m, impl=impl)))
+        out = slice_attention(*leaves, mask, impl=impl)[0]
         backward.append(median_us(lambda o=out, x=leaves, d=dout: torch.autograd.grad(o, x, d, retain_graph=True)))
         logger.info("%s: forward %.0f us, backward %.0f us", mask, forward[-1], backward[-1])
     rates = fit_kernels(measured, forward, backward, rates, _COST)
-    host = _host_us(None, "sequential")
+    host = _host_us(None, "sequential", impl)
     return replace(rates, host_forward_us=host[0], host_backward_us=host[1])
 
 
-def _host_us(group: dist.ProcessGroup | None, algorithm: DispatchAlgorithm) -> tuple[float, float]:
+def _host_us(group: dist.ProcessGroup | None, algorithm: DispatchAlgorithm, impl: str) -> tuple[float, float]:
     """Microseconds that the host takes to issue a forward and a backward pass; the slowest rank's, with one stage."""
     rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
     overlap = OverlapConfig(degree=None if num_ranks == 1 else 1, one_launch=False)
-    config = MagiConfig(DispatchConfig(algorithm=algorithm), overlap)
+    config = MagiConfig(DispatchConfig(algorithm=algorithm), overlap, AttendConfig(impl=impl))
     plan = make_plan(causal(1024 * num_ranks), config, num_ranks).for_rank(rank)
     *leaves, dout = _tensors(plan.num_rows)
     times = []
@@ -141,7 +146,7 @@ def _host_us(group: dist.ProcessGroup | None, algorithm: DispatchAlgorithm) -> t
     return forward, backward
 
 
-def _transfers(rates: Rates) -> Rates:
+def _transfers(rates: Rates, impl: str) -> Rates:
     """``rates`` with measured transfers inside a node and, if there are several, between nodes; collective."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
@@ -154,8 +159,8 @@ def _transfers(rates: Rates) -> Rates:
     if len(first) > 1:
         far = dist.new_group(first)
     if near is not None and near.size() > 1:
-        latency, rate, hidden = _transfer(near)
-        two_way, one_way = (_host_us(near, algorithm) for algorithm in ("zigzag", "sequential"))
+        latency, rate, hidden = _transfer(near, impl)
+        two_way, one_way = (_host_us(near, algorithm, impl) for algorithm in ("zigzag", "sequential"))
         rates = replace(
             rates,
             collective_us=latency,
@@ -168,12 +173,12 @@ def _transfers(rates: Rates) -> Rates:
     if len(first) > 1:
         rates = replace(rates, ranks_per_node=hosts.count(hosts[0]))
         if dist.get_rank() in first:
-            latency, rate, _ = _transfer(far)
+            latency, rate, _ = _transfer(far, impl)
             rates = replace(rates, far_collective_us=latency, far_gbytes_per_s=rate)
     return rates
 
 
-def _transfer(group: dist.ProcessGroup) -> tuple[float, float, float]:
+def _transfer(group: dist.ProcessGroup, impl: str) -> tuple[float, float, float]:
     """Measures an all-to-all of k and v: microseconds without rows, GB/s that a rank sends, share hidden by kernels."""
     others = group.size() - 1
     q, k, v, _ = (x.detach() for x in _tensors(8192))
@@ -188,11 +193,11 @@ def _transfer(group: dist.ProcessGroup) -> tuple[float, float, float]:
     latency, long = median_us(lambda: few().wait()), median_us(lambda: many().wait())
     sent = 16384 // others * others * _COST.row_bytes
     mask = causal(8192)
-    alone = median_us(lambda: slice_attention(q, k, v, mask, impl="ffa"))
+    alone = median_us(lambda: slice_attention(q, k, v, mask, impl=impl))
 
     def both() -> None:
         handle = many()
-        slice_attention(q, k, v, mask, impl="ffa")
+        slice_attention(q, k, v, mask, impl=impl)
         handle.wait()
 
     hidden = (alone + long - median_us(both)) / min(alone, long)

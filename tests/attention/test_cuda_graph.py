@@ -193,6 +193,24 @@ def test_a_batch_of_more_stages_than_the_static_plans_is_refused_when_it_is_prep
         prepare_batch({0: plan}, shape, CONFIG, like=static.facts)
 
 
+@pytest.mark.parametrize("impl", ["torch", "cudnn", "triton"])
+def test_backends_that_are_not_captured_refuse_static_plans_by_name(impl):
+    inputs = tensors(64, shape_of((8, 1), (128, 128)), CPU)
+    static = StaticPlans({0: plan_of(builders.causal(64))}, CPU)
+    with pytest.raises(ValueError, match=rf"^rank_plan: a static key.* with impl 'ffa' alone, not '{impl}'"):
+        attend(inputs, static.plans[0], MagiConfig(attend=AttendConfig(impl=impl)))
+
+
+@pytest.mark.parametrize("impl", ["cudnn", "triton"])
+def test_a_batch_that_no_call_would_read_is_refused_when_it_is_prepared(impl):
+    plans = {0: plan_of(builders.causal(64))}
+    shape = shape_of((8, 1), (128, 128))._replace(backend=impl)
+    with pytest.raises(ValueError, match=rf"^shape: .* of impl '{impl}' \(kernels_for\), config has 'ffa'$"):
+        prepare_batch(plans, shape, CONFIG)
+    with pytest.raises(ValueError, match=rf"^like: static plans read no tables of impl '{impl}', which shape is for$"):
+        prepare_batch(plans, shape, MagiConfig(), like=StaticPlans(plans, CPU).facts)
+
+
 @forced.free_choice
 def test_what_cannot_be_captured_is_refused_by_name():
     plan = plan_of(builders.causal(64))
@@ -227,6 +245,7 @@ def test_there_is_room_for_the_tables_of_samples(monkeypatch):
             assert static.load({0: plan_of(mask)}) is None
 
 
+@forced.for_hopper
 @pytest.mark.sm90
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("with_sink", [False, True])
@@ -234,7 +253,7 @@ def test_there_is_room_for_the_tables_of_samples(monkeypatch):
 def test_one_graph_replayed_with_50_masks_equals_eager_mode(name, with_sink, deterministic):
     device, rows = torch.device("cuda", 0), 2048
     config = MagiConfig(attend=AttendConfig(impl="ffa", deterministic=deterministic))
-    shape = shape_of(*SHAPES[name]).kernels_for(device)
+    shape = shape_of(*SHAPES[name]).kernels_for(device, "ffa")
     inputs = tensors(rows, shape, device)
     sink = torch.randn(1, shape.num_heads_q, device=device).requires_grad_() if with_sink else None
     masks = some_masks(rows)
@@ -257,6 +276,7 @@ def test_one_graph_replayed_with_50_masks_equals_eager_mode(name, with_sink, det
     hopper_plan._facts.drop(lambda _key: True)
 
 
+@forced.for_hopper
 @pytest.mark.sm90
 def test_replays_follow_each_other_without_waiting_and_grow_no_memory():
     device, rows = torch.device("cuda", 0), 4096
@@ -292,6 +312,7 @@ def test_replays_follow_each_other_without_waiting_and_grow_no_memory():
     assert len(set(peaks)) == 1
 
 
+@forced.for_hopper
 @pytest.mark.sm90
 def test_tables_are_not_made_while_a_graph_is_captured():
     device = torch.device("cuda", 0)
@@ -314,6 +335,7 @@ def test_a_graph_does_not_capture_tables_that_may_be_dropped():
     assert torch.equal(api.calc_attn(q, k, v, key)[0], expected)
 
 
+@forced.for_hopper
 @pytest.mark.sm90
 def test_a_static_key_takes_the_place_of_the_key_that_was_loaded():
     device, rows = torch.device("cuda", 0), 1000

@@ -428,10 +428,13 @@ def test_a_plan_with_its_calls_is_freed_without_a_garbage_collection() -> None:
 
 
 @pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.sm90, forced.for_hopper])],
+    ("device", "dtype"),
+    [
+        pytest.param(forced.DEVICE, forced.DTYPE, id="any"),
+        pytest.param("cuda", torch.bfloat16, marks=[pytest.mark.gpu, pytest.mark.sm90, forced.for_hopper], id="Hopper"),
+    ],
 )
-def test_padding_that_is_finite_stays_finite_and_gets_no_gradient(device) -> None:
+def test_padding_that_is_finite_stays_finite_and_gets_no_gradient(device, dtype) -> None:
     """On a Hopper GPU by its kernels, which read hidden keys: finite ones leave no trace."""
     mask = cs.documents([90, 40, 70])
     plan = make_plan(mask, MagiConfig(dispatch=DispatchConfig(alignment=128)), 1)
@@ -439,7 +442,6 @@ def test_padding_that_is_finite_stays_finite_and_gets_no_gradient(device) -> Non
     real = index < 200
     assert not real.all()
     gen = torch.Generator().manual_seed(0)
-    dtype = forced.DTYPE if device == "cpu" else torch.bfloat16
 
     def run(padding: float) -> list[torch.Tensor]:
         gen.manual_seed(0)
@@ -543,6 +545,7 @@ def test_bad_options_are_refused_before_anything_is_sent(options, name) -> None:
         distributed_attention(x, x, x, plan, None, **options)
 
 
+@forced.on_device_of_backend
 def test_templates_that_were_used_longest_ago_go_first(monkeypatch) -> None:
     import megatron_magi.attention.distributed as module
 

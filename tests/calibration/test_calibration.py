@@ -14,10 +14,11 @@ from megatron_magi import api
 from megatron_magi.__main__ import main
 from megatron_magi.api.functions import _RUNTIMES
 from megatron_magi.backends.costs import RATES, rates_of
+from megatron_magi.backends.registry import BACKENDS
 from megatron_magi.backends.sm90.cost import H100
-from megatron_magi.calibration import calibration_file, present_rates, rates_file, with_present_rates
+from megatron_magi.calibration import calibration_file, measure, present_rates, rates_file, with_present_rates
 from megatron_magi.calibration.fit import fit_kernels
-from megatron_magi.calibration.measure import masks
+from megatron_magi.calibration.measure import calibrate, masks
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig
 from megatron_magi.cost_model import Rates
 from megatron_magi.plan.chunks import ChunkedMask
@@ -127,6 +128,26 @@ def test_rates_survive_their_file_to_the_last_bit() -> None:
     odd = replace(H100, forward_tflops=1 / 3, tile_columns=np.pi)
     assert Rates.from_json(odd.to_json()) == odd and Rates.from_json(odd.to_json()).digest == odd.digest
     assert odd.digest != H100.digest
+
+
+def test_a_gpu_that_no_kernels_run_on_is_not_measured(gpu, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("megatron_magi.calibration.measure.table_backend", lambda *_: None)
+    with pytest.raises(RuntimeError, match=rf"^calibrate: no kernels of impl 'triton' run on {DEVICE}$"):
+        calibrate("triton")
+
+
+@pytest.mark.parametrize(("impl", "taken"), [("auto", "triton"), ("cudnn", "cudnn")])
+def test_the_backend_that_computes_on_a_gpu_is_the_one_that_is_measured(gpu, monkeypatch, impl, taken) -> None:
+    def found(asked, *_):
+        return BACKENDS["triton" if asked == "auto" else asked]
+
+    measured = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(measure, "table_backend", found)
+    monkeypatch.setattr(measure, "_memory_rate", lambda: 1.0)
+    monkeypatch.setattr(measure, "_kernels", lambda rates, impl: measured.append(impl) or rates)
+    assert calibrate(impl).device == DEVICE and measured == [taken]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -164,6 +164,7 @@ def test_what_is_wrong_is_named(name, changed):
     q, kv = tensors(10, 100)
     indices = torch.zeros(10, 1, 2, dtype=torch.int64)
     arguments = {"q": q, "kv": kv, "indices": indices, "dim_v": 8, "softmax_scale": 1.0, **forced.on_device(changed)}
+    arguments.setdefault("sanity_check", forced.looks_at_values())
     with pytest.raises(ValueError, match=rf"^{name}:"):
         latent_sparse_attention(**arguments)
 

@@ -198,6 +198,7 @@ MASK = torch.ones(3, 2, dtype=torch.bool)
 def test_what_is_wrong_is_named(name, changed):
     q, k, v = tensors(10, 100)
     arguments = {"q": q, "k": k, "v": v, "blocks": MASK, "q_block_size": 4, "k_block_size": 64, **changed}
+    arguments.setdefault("sanity_check", forced.looks_at_values())
     with pytest.raises(ValueError, match=rf"^{name}:"):
         block_sparse_attention(**forced.on_device(arguments))
 
@@ -228,7 +229,9 @@ def test_kernels_for_gpus_are_refused_by_name_on_a_cpu(impl, shape):
 )
 def test_indices_that_are_wrong_are_named(indices):
     with pytest.raises(ValueError, match=r"^indices:"):
-        index_sparse_attention(*tensors(10, 100), forced.on_device(indices))
+        index_sparse_attention(
+            *tensors(10, 100), forced.on_device(indices), sanity_check=forced.looks_at_values()
+        )  # fmt: skip
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.backends.base import Ready, StageMasks, StageTables, TableUse
+from megatron_magi.backends.base import Ready, StageMasks, StageTables, TableUse, refuse_tables_in_graph
 from megatron_magi.backends.cudnn import support
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.row_intervals import row_intervals
 from megatron_magi.operands.frozen import FrozenMemo
-from megatron_magi.runtime.graph_capture import is_capturing
 from megatron_magi.runtime.lru import LruCache
 
 _MAX_PLANS = 256
@@ -118,8 +117,7 @@ def plan_of(bands: np.ndarray, shape: Shape, device: torch.device) -> Planned:
     Raises:
         RuntimeError: a CUDA graph is being captured, which would read the plan after it is dropped.
     """
-    if is_capturing(device):
-        raise RuntimeError("attention: a CUDA graph keeps no mask, and would read its plan after it is dropped")
+    refuse_tables_in_graph(device, "cudnn")
     digest, both = facts_of(bands).digest, shape._replace(has_backward=True)
     for known in dict.fromkeys((both, shape)):
         key = _key(digest, known, device)

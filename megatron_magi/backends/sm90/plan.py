@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_magi.backends.base import Ready, is_changing
+from megatron_magi.backends.base import Ready, is_changing, refuse_tables_in_graph
 from megatron_magi.backends.sm90 import cpp_tables, tuning
 from megatron_magi.backends.sm90 import schedule as hopper_schedule
 from megatron_magi.backends.sm90.choices import MaskFacts
@@ -22,7 +22,6 @@ from megatron_magi.backends.tiles import tiles as hopper_tiles
 from megatron_magi.backends.tiles.tiles import TilePlan
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.frozen import FrozenMemo
-from megatron_magi.runtime.graph_capture import is_capturing
 from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.upload import made_once, upload
 
@@ -164,11 +163,7 @@ class DevicePlan:
         """
         if not self.memory.is_cuda:
             return
-        if is_capturing(self.memory.device):
-            raise RuntimeError(
-                "attention: a CUDA graph keeps no mask, and would read its tables after they are dropped; capture "
-                "calc_attn with a static key (megatron_magi.api.make_static_key)"
-            )
+        refuse_tables_in_graph(self.memory.device, "ffa")
         current = torch.cuda.current_stream(self.memory.device)
         tables = [(self.memory, self.ready), *((s.items, s.ready) for s in tuple(self.schedules.values()))]
         tables = [(table, ready) for table, ready in tables if ready is None or ready.stream != current.cuda_stream]

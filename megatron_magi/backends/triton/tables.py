@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.backends.base import Ready, StageMasks, StageTables, TableUse
+from megatron_magi.backends.base import Ready, StageMasks, StageTables, TableUse, refuse_tables_in_graph
 from megatron_magi.backends.tiles import cpp_tiles
 from megatron_magi.backends.tiles import tiles as python_tiles
 from megatron_magi.backends.tiles.tiles import TilePlan
 from megatron_magi.backends.triton.tuning import Kernel, Kind, Sizes, kind_of, sizes
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.frozen import FrozenMemo
-from megatron_magi.runtime.graph_capture import is_capturing
 from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.upload import upload
 
@@ -75,11 +74,7 @@ class DeviceTables:
         """
         if not self.tiles.is_cuda:
             return
-        if is_capturing(self.tiles.device):
-            raise RuntimeError(
-                "attention: implementation 'triton' cannot be captured in a CUDA graph, which would read the tables of "
-                "this mask after they are dropped"
-            )
+        refuse_tables_in_graph(self.tiles.device, "triton")
         current = torch.cuda.current_stream(self.tiles.device)
         if self.ready is not None and self.ready.stream != current.cuda_stream:
             current.wait_event(self.ready.event)

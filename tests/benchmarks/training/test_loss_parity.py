@@ -45,3 +45,11 @@ def test_schedules_are_compared_on_several_gpus_two_levels_where_a_node_has_seve
     assert " ".join(two_levels.args(Path("data"))).count("--hierarchical-context-parallel-sizes 2 2") == 1
     found = [("stock", "fp32", 1, 4.0), ("stock", "bf16", 1, 4.04), ("magi_1_stage", "fp32", 2, 4.1)]
     assert len(parity.judge([parity_run(*run) for run in found])[1]) == 1
+
+
+def test_backends_are_compared_on_one_gpu_in_the_dtypes_that_they_take() -> None:
+    runs = parity.runs_of(1, True, backends=True)
+    assert [run.name for run in runs if run.dtype == "fp32"] == ["stock", "magi_triton"]
+    assert [run.name for run in runs if run.dtype == "bf16"] == ["stock", *parity.BACKENDS]
+    found = [("stock", "fp32", 1, 4.0), ("stock", "bf16", 1, 4.04), ("magi_cudnn", "bf16", 1, 4.09)]
+    assert len(parity.judge([parity_run(*run) for run in found])[1]) == 1
