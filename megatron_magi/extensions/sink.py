@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -27,7 +27,10 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class Kernel(Protocol):
-    """Attention without a sink: a dataclass, whose tensors (masks, lengths of sequences) are saved as q, k and v are.
+    """Attention without a sink.
+
+    Of a dataclass tensors in its fields (masks, lengths of sequences) are saved for the backward as q, k and v are; any
+    other object keeps what its backward reads in ``kept``, or as it was in the forward.
 
     Shapes: q ``[..., seqlen_q, num_heads_q, head_dim]``; k, v ``[..., seqlen_k, num_heads_kv, ...]``; out like q with
     the head dim of v; lse ``[..., num_heads_q, seqlen_q]``, natural log. Rows that see nothing: out 0, lse inf of
@@ -133,6 +136,8 @@ def kernel_module(name: str, needed: str) -> ModuleType:
 
 def _apart(kernel: Any) -> tuple[list[Tensor], Callable[[Tensors], Kernel]]:
     """The tensors in a kernel's fields, and what makes it of them again, which holds none."""
+    if not is_dataclass(kernel):
+        return [], lambda _: kernel
     values, spec = tree_flatten([getattr(kernel, field.name) for field in fields(kernel)])
     at = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
     tensors, others, kind = [values[i] for i in at], list(values), type(kernel)

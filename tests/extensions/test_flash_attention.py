@@ -280,6 +280,27 @@ def test_lengths_that_are_changed_before_the_backward_are_an_error_unless_autogr
         grads(out, inputs)
 
 
+def test_kernels_of_ones_own_may_be_any_object():
+    class Plain:
+        empty_lse = -torch.inf
+
+        def forward(self, q, k, v):
+            return *fakes.run(q, k, v, 0.5, True, (-1, -1), 0.0, self.empty_lse), ()
+
+        def backward(self, dout, q, k, v, out, lse, kept):
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            with torch.enable_grad():
+                visible = fakes.seen(4, 4, True, -1, -1)
+                one_by_one = zip(*inputs, strict=True)
+                dense = torch.stack([dense_attention(*x, visible, softmax_scale=0.5)[0] for x in one_by_one])
+            return torch.autograd.grad(dense, inputs, dout)
+
+    q, k, v, _ = tensors((2,), 4, 4, 1, "sh")
+    out, _ = extensions.attention_with_sink(Plain(), q, k, v)
+    want = extensions.fa2_func_with_sink(q, k, v, causal=True, softmax_scale=0.5)
+    assert_equal([out, *grads(out, [q, k, v])], [want, *grads(want, [q, k, v])])
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("batch, sq, sk", [(2, 0, 5), (2, 4, 0), (0, 4, 5)])
 def test_without_queries_keys_or_batch_no_kernel_is_called(version, batch, sq, sk, monkeypatch):
