@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -44,6 +43,7 @@ from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90 import program as hopper_program
 from megatron_magi.config import CommConfig, CostModel, MagiConfig, OverlapConfig
 from megatron_magi.plan import RankPlan, make_plan
+from megatron_magi.testing.ports import held_port
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 HEADER = ["documents", "tokens_a_gpu", "ranks", "comm", "way", "step_ms", "tflops_a_gpu", "rate_to_same",
@@ -297,12 +297,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--comm", nargs="*", default=["auto"], help="implementations of group_cast and group_reduce")
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # Not daemons, which could not start the workers of a data loader.
     num_ranks = torch.cuda.device_count()
-    torch.multiprocessing.spawn(measure_all, (num_ranks, port, options), nprocs=num_ranks, daemon=False)
+    with held_port() as port:
+        # Not daemons, which could not start the workers of a data loader.
+        torch.multiprocessing.spawn(measure_all, (num_ranks, port, options), nprocs=num_ranks, daemon=False)
 
 
 if __name__ == "__main__":

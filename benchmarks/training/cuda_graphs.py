@@ -20,9 +20,9 @@ at all; or where nothing was captured, or not again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +35,7 @@ from benchmarks._lib.provenance import print_row, write_csv
 from megatron_magi.demo.corpus import build_corpus
 from megatron_magi.testing.megatron_launch import LOSS_LOG, PRETRAIN_GPT, PRETRAIN_HYBRID, tiny_gpt_args
 from megatron_magi.testing.megatron_rank import Request, output_path, watch
+from megatron_magi.testing.ports import held_port
 
 HEADER = ["way", "ranks", "layers", "tokens_a_gpu", "microbatches", "iterations", "first_loss", "last_loss",
           "eval_losses", "difference", "iteration_ms", "captured", "captured_again", "eager_iterations"]  # fmt: skip
@@ -78,8 +79,8 @@ class Run:
         return outputs, {r["iteration"]: r["lm loss"] for r in records if "lm loss" in r}
 
 
-def start(data: Path, work: Path, name: str, options: argparse.Namespace) -> Run:
-    """The ranks of a way, which import side by side with those of others."""
+def start(data: Path, work: Path, name: str, options: argparse.Namespace, port: int) -> Run:
+    """The ranks of a way, which import side by side with those of others and will meet at ``port``."""
     ranks = 1 if name == "one" else options.cp_size
     folder = work / f"{name}_{options.cp_size}"
     folder.mkdir(parents=True)
@@ -93,9 +94,6 @@ def start(data: Path, work: Path, name: str, options: argparse.Namespace) -> Run
         "--num-workers", "4",
         seq_length=options.tokens * options.cp_size, train_iters=options.iters, global_batch_size=MICROBATCHES,
     )  # fmt: skip
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     env = {"MAGI_ATTENTION_DETERMINISTIC_MODE": "1"}
     request = Request(
         PRETRAIN_HYBRID if pattern else PRETRAIN_GPT, args, ranks, port, str(folder), options.timeout, env,
@@ -124,10 +122,10 @@ def main() -> None:
     """Runs all ways and compares them."""
     options = parsed()
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ports:
         work = Path(folder).resolve()
         data = build_corpus(work / "data", vocab_size=257).prefix
-        runs = {name: start(data, work, name, options) for name in options.ways}
+        runs = {name: start(data, work, name, options, ports.enter_context(held_port())) for name in options.ways}
         rows, losses, faults = [], [], []
         for name, run in runs.items():
             outputs, of_iterations = run.train()

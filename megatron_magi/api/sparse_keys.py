@@ -123,12 +123,12 @@ def choose_way(
 
 
 def _list_bytes(pattern: SparsePattern, num_keys: tuple[int, ...]) -> int:
-    """Of the longest rank, as far as all know: for CSR nothing."""
+    """Of the longest rank, as far as all know: for CSR nothing. Ranks may number keys in 4 bytes or 8: 4 for all."""
     if len(pattern.tensors) == 2:
         return 0
     lists, _, width = pattern.tensors[0].shape
     rows = max(num_blocks(tokens, pattern.q_block) for tokens in num_keys)
-    return lists * rows * width * pattern.tensors[0].element_size()
+    return lists * rows * width * (1 if pattern.is_mask else 4)
 
 
 def all_keys(kv: Tensor, runtime: KeyRuntime, key: DistAttnRuntimeKey) -> Tensor:

@@ -18,7 +18,7 @@ from megatron_magi.attention.fused_comm import is_alone, pays, program_of, stage
 from megatron_magi.attention.head_groups import check_groups, check_options, from_groups, sink_of_groups, to_groups
 from megatron_magi.attention.sink import reduce_dsink
 from megatron_magi.attention.travel import travel_args
-from megatron_magi.backends.base import Backend
+from megatron_magi.backends.base import Backend, num_loads
 from megatron_magi.checks import flag, renamed
 from megatron_magi.comm.agreement import told
 from megatron_magi.comm.collective_checks import CallLog, NoCalls, calls_of
@@ -378,7 +378,7 @@ class _DistributedAttention(torch.autograd.Function):
         wants_rest = sink is not None and ctx.needs_input_grad[3] and call.travel is None
         rest = _Rest() if wants_rest and call.accumulates else None
         (out, lse, max_logits), of_all, saved_keys = _attend_everywhere(q, k, v, sink, call, rest)
-        ctx.call, ctx.plan = call, plan
+        ctx.call, ctx.plan, ctx.num_loads = call, plan, num_loads(plan.bands[0])
         ctx.has_rest = rest is not None and rest.of_out is not None
         if ctx.has_rest:
             saved_keys = (rest.of_out, *saved_keys)
@@ -394,6 +394,11 @@ class _DistributedAttention(torch.autograd.Function):
     def backward(ctx: Any, saved, dout, _dlse, _dmax_logits):
         q, k, v, sink, out, lse, *saved_keys = saved
         call: CachedCall = ctx.call
+        if num_loads(ctx.plan.bands[0]) != ctx.num_loads:
+            raise RuntimeError(
+                "key: a static key, or static plans, were given another mask between a forward and its backward, which "
+                "would compute with that; load after the backward"
+            )
         rest = saved_keys.pop(0) if ctx.has_rest else None
         travel, num_rows = call.travel, ctx.plan.num_rows
         if dout is None:

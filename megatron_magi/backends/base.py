@@ -403,10 +403,12 @@ class ChangingMask(Protocol):
     Attributes:
         backend: name of the backend that made it.
         facts: by which kernels were chosen; for `StageMasks`.
+        num_loads: how often `take` was called.
     """
 
     backend: str
     facts: Any
+    num_loads: int
 
     @property
     def is_read(self) -> bool:
@@ -442,6 +444,11 @@ class ChangingBands(np.ndarray):
 def is_changing(bands: np.ndarray) -> TypeGuard[ChangingBands]:
     """Whether ``bands`` represents a mask that changes."""
     return isinstance(bands, ChangingBands) and bands.mask is not None
+
+
+def num_loads(bands: np.ndarray) -> int:
+    """How often a mask that changes was loaded; 0 of others."""
+    return bands.mask.num_loads if is_changing(bands) else 0
 
 
 def refuse_tables_in_graph(device: torch.device, impl: str) -> None:

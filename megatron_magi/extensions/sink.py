@@ -8,11 +8,14 @@ the kernel's own backward is exact once it is given both: it computes the probab
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_magi.operands.merge import accumulate_dtype, merge_sink_, row_products, sink_gradient, sink_lse
 from megatron_magi.operands.options import check_tensor, written_out
@@ -25,6 +28,9 @@ Tensors = tuple[Tensor | None, ...]
 
 class Kernel(Protocol):
     """Attention without a sink.
+
+    Of a dataclass tensors in its fields (masks, lengths of sequences) are saved for the backward as q, k and v are; any
+    other object keeps what its backward reads in ``kept``, or as it was in the forward.
 
     Shapes: q ``[..., seqlen_q, num_heads_q, head_dim]``; k, v ``[..., seqlen_k, num_heads_kv, ...]``; out like q with
     the head dim of v; lse ``[..., num_heads_q, seqlen_q]``, natural log. Rows that see nothing: out 0, lse inf of
@@ -80,10 +86,11 @@ def attention_with_sink(
     return _WithSink.apply(kernel if q.numel() and k.numel() else _NO_PAIRS, q, k, v, sink)
 
 
+@dataclass(frozen=True)
 class _NoPairs:
     """The `Kernel` for tensors without queries or without keys."""
 
-    empty_lse = -torch.inf
+    empty_lse: float = -torch.inf
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
         lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
@@ -127,6 +134,25 @@ def kernel_module(name: str, needed: str) -> ModuleType:
         raise ImportError(f"{name}: {needed}") from error
 
 
+def _apart(kernel: Any) -> tuple[list[Tensor], Callable[[Tensors], Kernel]]:
+    """The tensors in a kernel's fields, and what makes it of them again, which holds none."""
+    if not is_dataclass(kernel):
+        return [], lambda _: kernel
+    values, spec = tree_flatten([getattr(kernel, field.name) for field in fields(kernel)])
+    at = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+    tensors, others, kind = [values[i] for i in at], list(values), type(kernel)
+    for i in at:
+        others[i] = None
+
+    def again(saved: Tensors) -> Kernel:
+        whole = list(others)
+        for i, tensor in zip(at, saved, strict=True):
+            whole[i] = tensor
+        return kind(*tree_unflatten(whole, spec))
+
+    return tensors, again
+
+
 class _WithSink(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -139,19 +165,22 @@ class _WithSink(torch.autograd.Function):
             merge_sink_(out, rows, sink_lse(sink, rows.dtype))
             lse = rows.transpose(-1, -2).contiguous()
         out, lse = unviewed(out), unviewed(lse)  # kernels transpose what they have computed
-        ctx.kernel = kernel
-        ctx.save_for_backward(q, k, v, sink, out, lse, *kept)
+        # Saved by autograd, which tells if they are changed before the backward, as where lengths are read into place.
+        tensors, ctx.kernel_of = _apart(kernel)
+        ctx.num_tensors = len(tensors)
+        ctx.save_for_backward(q, k, v, sink, out, lse, *tensors, *kept)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Tensors, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse, *kept = saved
+        q, k, v, sink, out, lse, *others = saved
+        kernel, kept = ctx.kernel_of(tuple(others[: ctx.num_tensors])), tuple(others[ctx.num_tensors :])
         dsink = None
         if sink is not None and ctx.needs_input_grad[4]:
             rows, delta = lse.transpose(-1, -2), row_products(dout, out)
             flat = sink if sink.ndim == 2 else sink.flatten(0, -3)
             dsink = sink_gradient(flat, rows.flatten(0, -2), delta.flatten(0, -2).to(rows.dtype)).view(sink.shape)
-        lse = lse.masked_fill(lse == -torch.inf, ctx.kernel.empty_lse)
-        return None, *ctx.kernel.backward(dout, q, k, v, out, lse, tuple(kept)), dsink
+        lse = lse.masked_fill(lse == -torch.inf, kernel.empty_lse)
+        return None, *kernel.backward(dout, q, k, v, out, lse, kept), dsink

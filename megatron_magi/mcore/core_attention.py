@@ -146,6 +146,8 @@ class MagiCoreAttention(MegatronModule):
         layout = params.layout
         q, k, v = (x if x.dim() == 3 else layout.to_rows(x) for x in (query, key, value))
         k, v = (_apart(x, q) for x in (k, v))
+        # Megatron clips weights by what it finds after a step, which an evaluation before it has no part in.
+        wants_max_logits = self.wants_max_logits and self.training
         out, meta = distributed_attention(
             q,
             k,
@@ -155,14 +157,14 @@ class MagiCoreAttention(MegatronModule):
             config=params.plans.config,
             sink=self._sink(q.device),
             softmax_scale=self.softmax_scale,
-            return_max_logits=self.wants_max_logits,
+            return_max_logits=wants_max_logits,
         )
-        if self.wants_max_logits:
+        if wants_max_logits:
             self._keep_max_logits(meta.max_logits)
         return layout.from_rows(out.flatten(1))
 
     def _keep_max_logits(self, max_logits: Tensor) -> None:
-        """Maximum since Megatron last cleared it, over this rank's queries; Megatron reduces it over ranks."""
+        """Maximum in training since Megatron last cleared it, over this rank's queries; it reduces it over ranks."""
         max_logits = max_logits.detach()
         if self.current_max_attn_logits is not None:
             max_logits = torch.maximum(self.current_max_attn_logits, max_logits)

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_magi.ops.derivatives import once_differentiable
+
 ROW_ELEMENTS = 1 << 24
 """Queries times keys of a chunk: 64 MiB of scores."""
 HEAD_ELEMENTS = 1 << 26
@@ -155,13 +157,19 @@ def indexer_loss(scores: Scores, target: Target) -> Tensor:
     """The sum of the losses of this rank's queries, fp32 ``[]``; differentiable in q, weights and k of the scores.
 
     Gradients are computed in the forward, chunk by chunk, in place of what a backward would need to compute them.
+    Differentiable once: a second derivative is a RuntimeError.
     """
-    return _IndexerLoss.apply(scores.q, scores.weights, scores.k, scores, target)
+    operands = scores.q, scores.weights, scores.k
+    # Saved for the backward, which is a function of q, weights and k; these themselves would take memory until then.
+    paths = [x[:0].clone() for x in operands]
+    return _IndexerLoss.apply(*operands, scores, target, *paths)
 
 
 class _IndexerLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, weights: Tensor, k: Tensor, scores: Scores, target: Target) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, weights: Tensor, k: Tensor, scores: Scores, target: Target, *paths: Tensor
+    ) -> Tensor:
         grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, weights, k)]
         losses = []
         for rows in scores.chunks():
@@ -174,16 +182,15 @@ class _IndexerLoss(torch.autograd.Function):
             _accumulate(grads, scores, rows, gradient)
         # fp16 has no room for gradients that are yet to be scaled.
         kept = [g if x.dtype == torch.float16 else g.to(x.dtype) for g, x in zip(grads, (q, weights, k), strict=True)]
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*kept, *paths)
         ctx.dtypes = (q.dtype, weights.dtype, k.dtype)
         return torch.stack(losses).sum() if losses else grads[0].sum()
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        dq, dweights, dk = (
-            (g.float() * dloss).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return dq, dweights, dk, None, None
+    @once_differentiable
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dweights, dk = ((g.float() * dloss).to(dtype) for g, dtype in zip(saved[:3], ctx.dtypes, strict=True))
+        return dq, dweights, dk, None, None, None, None, None
 
 
 def _accumulate(grads: list[Tensor], scores: Scores, rows: slice, gradient: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Cached facts about immutable arrays, for as long as these live."""
+"""Immutable arrays, and cached facts about them for as long as they live."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ class FrozenMemo[V]:
             return
         key = id(array)
         self._known[key] = weakref.ref(array, lambda _: self._known.pop(key, None)), value
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    """``array`` if nobody can change it, else a copy that nobody can: for passes that are still to come."""
+    if not array.flags.writeable and array.base is None:
+        return array
+    copy = array.copy()
+    copy.setflags(write=False)
+    return copy

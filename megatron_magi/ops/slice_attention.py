@@ -6,9 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.base import is_changing
 from megatron_magi.checks import flag
 from megatron_magi.mask import AttnMask
 from megatron_magi.operands.finite import describe_by_bands, require_finite
+from megatron_magi.operands.frozen import frozen
 from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.operands.options import check_bands, check_qkv, check_sink, make_options, written_out
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
@@ -87,9 +89,11 @@ def slice_attention(
     """
     flag(return_max_logits, "return_max_logits")
     if torch.compiler.is_compiling():
-        table = mask_or_bands.packed if isinstance(mask_or_bands, AttnMask) else mask_or_bands
+        is_mask = isinstance(mask_or_bands, AttnMask)
+        # The backward reads it again: a table of the caller's could have changed.
+        table = torch.from_numpy(mask_or_bands.packed) if is_mask else torch.from_numpy(mask_or_bands).clone()
         return slice_attention_traced(
-            q, k, v, [torch.from_numpy(table)],
+            q, k, v, [table],
             sink=sink, softmax_scale=softmax_scale, softcap=softcap, return_max_logits=return_max_logits,
             deterministic=deterministic, sm_margin=sm_margin, sanity_check=sanity_check, impl=impl,
         )  # fmt: skip
@@ -107,6 +111,7 @@ def slice_attention(
         raise ValueError(f"mask_or_bands: expected an AttnMask, as megatron_magi.mask.builders make it, got {found}")
     else:
         bands = check_bands(mask_or_bands, q.shape[0], k.shape[0], "mask_or_bands")
+        bands = bands if is_changing(bands) else frozen(bands)  # the backward reads it again
     if sink is not None:
         check_sink(sink, q)
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin, sanity_check)

@@ -20,6 +20,7 @@ from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.comm import dispatch as dispatch_module
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig
 from megatron_magi.cost_model import Rates
+from megatron_magi.plan.sparse_ways import SparseShape
 from tests.api.test_sparse import of_rank
 
 HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 2, 8, 12
@@ -434,6 +435,21 @@ def test_options_that_differ_are_named_before_anything_is_sent(ranks) -> None:
     assert found[0] == found[1]
     for name, text in found[0].items():
         assert "ranks disagree" in text and name.split()[0] in text, found[0]
+
+
+def run_lists_of_dtypes(rank: int, num_ranks: int) -> list[SparseShape]:
+    q, k, v = torch.zeros(3, 4, 1, 8).unbind()
+    lists = torch.zeros(4, 1, 1, dtype=torch.int32 if rank else torch.int64)
+    key = api.magi_attn_varlen_key([0, 8], [0, 8], cp_group_or_mesh=dist.group.WORLD, layout="contiguous")
+    with mock.patch.object(sparse_keys, "ways_us", wraps=sparse_keys.ways_us) as ways:
+        api.calc_index_sparse_attn(q, k, v, lists, key)
+    return [call.args[0] for call in ways.call_args_list]
+
+
+def test_ranks_whose_lists_have_different_dtypes_choose_alike(ranks) -> None:
+    """Else one would send all keys, and the other wait for requests."""
+    first, second = ranks(2, run_lists_of_dtypes)
+    assert first == second and len(first) == 1
 
 
 def run_wrong_on_one_rank(rank: int, num_ranks: int) -> list[str]:

@@ -141,6 +141,19 @@ def test_launches_stay_and_read_the_tables_of_the_mask_that_was_loaded(monkeypat
             assert launches() == before and len(mask._plans) == num_plans
 
 
+def test_a_mask_that_is_loaded_between_a_forward_and_its_backward_is_an_error(monkeypatch):
+    """The backward reads the tables of the mask that was loaded last."""
+    with fake_driver(monkeypatch):
+        q, k, v, dout = tensors(ROWS, shape_of((4, 2), (128, 128)), CPU)
+        first, second = plan_of(documents(0, 3)), plan_of(documents(1, 4))
+        static = StaticPlans({0: first}, CPU)
+        out, _ = distributed_attention(q, k, v, static.plans[0], None, config=CONFIG)
+        assert static.load({0: second}) is None
+        with pytest.raises(RuntimeError, match=r"^key: .* between a forward and its backward"):
+            torch.autograd.grad(out, (q, k, v), dout)
+        attend((q, k, v, dout), static.plans[0])
+
+
 def check_equal(plan, expected, at: str) -> None:
     def table(of) -> torch.Tensor:
         begin = (getattr(of, at) - of.memory.data_ptr()) // 4

@@ -86,6 +86,8 @@ def test_launches_are_those_of_eager_mode_and_stay_and_read_the_tables_that_it_r
         if name != "wide heads":
             assert taken[2:5] == ["get_rows", "preprocess", "backward"] and taken.count("forward") == 1
             assert all("CAPTURED=1" in macros for kernel, macros in asked if "postprocess_dq" not in kernel)
+            masks_of_stages = static._static[0].masks
+            assert not any(mask.is_read for mask in masks_of_stages), "no memory for tables that no launch reads"
 
         def launches() -> list[tuple]:
             """What launches are told of a mask, and their grids."""

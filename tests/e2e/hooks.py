@@ -134,6 +134,17 @@ def local_sparse_layers(workdir: Path) -> None:
     gpt.get_transformer_block_with_experimental_attention_variant_spec = block_spec
 
 
+def fused_rope(workdir: Path) -> None:
+    """RoPE's fused kernel in torch, which like Transformer Engine's takes one row of angles for a place of all."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    def kernel(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+        assert freqs.shape[:3] == (len(t), 1, 1), f"tokens {t.shape}, angles {freqs.shape}"
+        return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=interleaved)
+
+    rope_utils.fused_apply_rotary_pos_emb = kernel
+
+
 def no_streams(workdir: Path) -> None:
     """Lets the schedule that overlaps experts' communication run on the CPU, where tensors belong to no stream."""
     if not torch.cuda.is_available():

@@ -123,3 +123,17 @@ def test_skipped_iterations_are_skipped_on_every_rank(runs: Runs) -> None:
     assert list(got.losses) == list(expected.losses) == [1, *range(3, NUM_ITERATIONS + 1)]
     for iteration, loss in expected.losses.items():
         assert abs(got.losses[iteration] - loss) <= LOSS_TOLERANCE * loss
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("way", ["sequences", "packed"])
+def test_fused_rope_of_several_sequences_equals_stock_without_the_fusion(way: str, num_ranks: int, runs: Runs) -> None:
+    """The kernel takes a shard of two sequences for rows of one; where they are packed, documents restart positions."""
+    model = ("--micro-batch-size", "2", "--rotary-percent", "0.5")
+    packed = ("--dataloader-inter-document-masking",) if way == "packed" else ()
+    without = ("--reset-attention-mask",) if packed else ()
+    options = (*packed, "--attention-backend", "magi")
+    # Stock's layers without Transformer Engine take no bounds of documents.
+    expected = runs.magi(Case(model, options, 1, 1, without=without)) if packed else runs.stock(Case(model))
+    fused = Case(model, options, num_ranks, num_ranks, (*without, "--no-rope-fusion"), "tests.e2e.hooks:fused_rope")
+    assert_same_curve(runs.magi(fused), expected)

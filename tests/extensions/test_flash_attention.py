@@ -1,5 +1,6 @@
 """Sinks for FlashAttention, by fakes of its modules: the attention with a sink in the matrix, both passes."""
 
+import contextlib
 import inspect
 import sys
 
@@ -255,6 +256,49 @@ def test_a_second_derivative_is_an_error_by_any_input(version, place):
     (first,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         torch.autograd.grad(first.sum(), inputs[place], materialize_grads=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_lengths_that_are_changed_before_the_backward_are_an_error_unless_autograd_has_a_copy(version, is_moved):
+    """As where the next microbatch is read into the same memory; flash-attn's own functions say so too."""
+    bounds, inputs = torch.tensor([0, 3, 9], dtype=torch.int32), tensors((), 9, 9, 1, "sh")
+    function = getattr(extensions, f"{version}_varlen_func_with_sink")
+
+    def attend(bounds):
+        return function(*inputs[:3], bounds, bounds, 6, 6, inputs[3])
+
+    want = grads(attend(bounds.clone()), inputs)
+    copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x)
+    with copies if is_moved else contextlib.nullcontext():
+        out = attend(bounds)
+    bounds[1] = 7
+    if is_moved:
+        assert_equal(grads(out, inputs), want)
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        grads(out, inputs)
+
+
+def test_kernels_of_ones_own_may_be_any_object():
+    class Plain:
+        empty_lse = -torch.inf
+
+        def forward(self, q, k, v):
+            return *fakes.run(q, k, v, 0.5, True, (-1, -1), 0.0, self.empty_lse), ()
+
+        def backward(self, dout, q, k, v, out, lse, kept):
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            with torch.enable_grad():
+                visible = fakes.seen(4, 4, True, -1, -1)
+                one_by_one = zip(*inputs, strict=True)
+                dense = torch.stack([dense_attention(*x, visible, softmax_scale=0.5)[0] for x in one_by_one])
+            return torch.autograd.grad(dense, inputs, dout)
+
+    q, k, v, _ = tensors((2,), 4, 4, 1, "sh")
+    out, _ = extensions.attention_with_sink(Plain(), q, k, v)
+    want = extensions.fa2_func_with_sink(q, k, v, causal=True, softmax_scale=0.5)
+    assert_equal([out, *grads(out, [q, k, v])], [want, *grads(want, [q, k, v])])
 
 
 @pytest.mark.parametrize("version", VERSIONS)

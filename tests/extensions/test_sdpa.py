@@ -96,6 +96,19 @@ def test_without_sink_it_is_torch_own():
     assert_equal(grads(out, [q, k, v]), grads(want[0], [q, k, v]))
 
 
+@pytest.mark.parametrize("kind", ["bool", "added"])
+def test_a_mask_that_is_changed_before_the_backward_is_an_error_or_was_copied(kind):
+    inputs, mask = tensors(6, 9), masks(6, 9)[kind]
+    want = grads(sdpa_func_with_sink(*inputs, attn_mask=mask.clone(), enable_gqa=True), inputs)
+    out = sdpa_func_with_sink(*inputs, attn_mask=mask, enable_gqa=True)
+    mask.zero_()
+    if kind == "bool":  # torch's kernels add it
+        assert_equal(grads(out, inputs), want)
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        grads(out, inputs)
+
+
 def test_arguments_are_checked():
     q, k, v, sink = tensors(5, 5)
     mask = torch.zeros(5, 5, dtype=torch.float64)

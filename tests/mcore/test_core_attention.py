@@ -186,6 +186,17 @@ def test_largest_logit_is_kept_over_microbatches_until_cleared() -> None:
     torch.testing.assert_close(module.current_max_attn_logits, largest[1])
 
 
+def test_logits_of_evaluations_clip_no_weights() -> None:
+    """Megatron clips after the next step, by the largest logit that it finds."""
+    module, params, (q, k, v) = _module(qk_clip=True), _params(1), _qkv(1)
+    module.eval()
+    module(q * 100, k, v, None, packed_seq_params=params)
+    assert module.current_max_attn_logits is None
+    module.train()
+    module(q, k, v, None, packed_seq_params=params)
+    torch.testing.assert_close(module.current_max_attn_logits, _written_out([q, k, v], params)[1])
+
+
 def test_a_call_without_plan_or_with_a_bias_is_refused() -> None:
     module, qkv = _module(), _qkv(1)
     with pytest.raises(

@@ -222,6 +222,17 @@ def test_repeated_calls_agree_bit_for_bit(impl):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_bands_that_are_changed_before_the_backward_are_those_of_the_forward():
+    q, k, v = (torch.randn(9, 2, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    bands, is_read_only = builders.causal(9).bands.copy(), builders.causal(9).bands.copy().view()
+    is_read_only.setflags(write=False)  # but its base is not
+    for table, base in ((bands, bands), (is_read_only, is_read_only.base)):
+        out = slice_attention(q, k, v, table)[0]
+        expected = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+        base[:, bd.D_HI] = 99
+        assert all(map(torch.equal, torch.autograd.grad(out.sum(), (q, k, v)), expected))
+
+
 def test_only_the_gradients_asked_for_are_returned():
     case = Case(packed_causal([5]), sink="sh")
     sink = case.sinks.clone().requires_grad_()

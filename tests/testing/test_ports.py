@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -23,3 +24,12 @@ def test_a_held_port_takes_a_store_and_no_other_process_gets_it() -> None:
 def test_ports_held_together_differ() -> None:
     with held_port() as one, held_port() as other:
         assert one != other
+
+
+def test_no_port_is_looked_up_without_being_held() -> None:
+    """Another process could get it before it is used."""
+    root = Path(__file__).parents[2]
+    folders = ("megatron_magi", "benchmarks", "examples", "pretrain_scripts", "tests", "docs")
+    files = [file for folder in folders for file in (root / folder).rglob("*.py") if file != Path(__file__)]
+    asking = {file.relative_to(root).as_posix() for file in files if "getsockname" in file.read_text()}
+    assert asking == {"megatron_magi/testing/ports.py"}
