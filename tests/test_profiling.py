@@ -75,7 +75,6 @@ from megatron_magi.mask.builders import causal
 from megatron_magi.testing.spawn import run_ranks
 
 def run(rank, num_ranks):
-    torch.cuda.set_device(rank)
     plan = make_plan(causal(8192), cp_size=2).for_rank(rank)
     q, k, v = (torch.randn(plan.num_rows, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
                for n in (8, 2, 2))
