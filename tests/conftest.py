@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_magi.backends.registry import BACKENDS
+from megatron_magi.testing import shared_gpus
 from megatron_magi.testing.spawn import RankError, run_ranks
 from tests import forced
 from tests.gpu_memory import free_memory
@@ -35,8 +36,10 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 if torch.cuda.is_available() else min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
-def pytest_report_header() -> str | None:
-    return f"one backend for tests of ops and attention: {forced.NAME}" if forced.NAME else None
+def pytest_report_header() -> list[str]:
+    each = shared_gpus.ranks_per_gpu()
+    lines = [f"one backend for tests of ops and attention: {forced.NAME}"] if forced.NAME else []
+    return [*lines, f"up to {each} ranks share a GPU"] if each > 1 else lines
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,8 +69,8 @@ def _why_not(item: pytest.Item) -> str | None:
         if reason is not None:
             return reason
     marker = item.get_closest_marker("ranks")
-    if marker and item.get_closest_marker("gpu") and torch.cuda.device_count() < marker.args[0]:
-        return f"needs {marker.args[0]} GPUs, there are {torch.cuda.device_count()}"
+    if marker and item.get_closest_marker("gpu"):
+        return shared_gpus.why_not(marker.args[0])
     return None
 
 

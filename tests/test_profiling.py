@@ -79,7 +79,6 @@ _ONE_LAUNCH = (
     _STEPS
     + """
 def run(rank, num_ranks):
-    torch.cuda.set_device(rank)
     return steps(rank, 8192, 3, (8, 2, 2), 128, device="cuda", dtype=torch.bfloat16)
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from megatron_magi.testing import shared_gpus
+
 
 def provenance() -> dict[str, str]:
     """Command, commit, device, software and date of this run.
@@ -80,5 +82,7 @@ def _commit() -> str:
 
 def _device() -> str:
     if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        each = shared_gpus.ranks_per_gpu()
+        shared = f", shared by up to {each} ranks each, NCCL {'.'.join(map(str, shared_gpus.nccl_version()))}"
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}{shared if each > 1 else ''}"
     return f"CPU, {os.cpu_count()} cores"

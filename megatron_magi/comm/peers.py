@@ -10,6 +10,7 @@ import json
 import socket
 import time
 import weakref
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ from megatron_magi.cuda.target import PEER_CAPABILITIES, capabilities
 _PREFIX = "megatron_magi/native"
 _NUM_SLOTS = 2
 _SOURCE = "group_collective/peers.cuh"
+
+RANKS_PER_GPU = 1
+"""Most ranks of a group on one GPU: kernels that wait for other ranks need SMs of their own.
+
+Tests set more, see `megatron_magi.testing.shared_gpus`: kernels of several processes have the GPU by turns.
+"""
 
 _LONGEST_PAUSE_S = 0.05  # between polls of a rank that waits for the others
 _LEAVE_S = 0.5  # how long a leaving rank waits for the others to leave
@@ -187,7 +194,7 @@ def refusal_of(said: list[dict[str, Any]]) -> str | None:
         return "needs all ranks of the group on one host"
     if any(tuple(s["capability"]) not in PEER_CAPABILITIES for s in said):
         return f"needs GPUs of compute capability {capabilities(PEER_CAPABILITIES)}"
-    if len({s["device"] for s in said}) < len(said):
+    if max(Counter(s["device"] for s in said).values()) > RANKS_PER_GPU:
         return "needs a GPU for each rank"
     most = min(most_groups(s["sms"]) for s in said)
     if max(s["groups"] for s in said) >= most:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megatron_magi.testing import shared_gpus
 from megatron_magi.testing.descendants import kill_with_parent
 
 GRACE_S = 0.5
@@ -81,7 +82,7 @@ def rank_environment(request: Request, rank: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(request.port),
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(shared_gpus.local_rank(rank)),
         "WORLD_SIZE": str(request.num_ranks),
         "LOCAL_WORLD_SIZE": str(request.num_ranks),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -102,6 +103,7 @@ def run_rank(request: Request, rank: int) -> None:
         sys.path[:] = request.search_path or sys.path
         import torch
 
+        shared_gpus.begin()
         torch.set_num_threads(1)
         if request.before:
             module, function = request.before.split(":")

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_magi.testing import shared_gpus
 from megatron_magi.testing.descendants import become_subreaper, kill_descendants, kill_with_parent
 
 PRELOAD = (
@@ -87,7 +88,7 @@ def run_ranks(
         num_ranks: number of processes.
         *args: picklable arguments, the same for all ranks (tensors are copied).
         timeout_s: seconds for the whole call, also the time-out of collectives.
-        backend: ``gloo``, or ``nccl`` with one GPU a rank.
+        backend: ``gloo``, or ``nccl`` with one GPU a rank, which is its current device (`shared_gpus.local_rank`).
 
     Returns:
         The picklable results in rank order.
@@ -370,10 +371,12 @@ def _call(rank: int, setup: _Setup, conn: connection.Connection) -> Any:
     _import_source(setup)
     fn, args = pickle.loads(conn.recv_bytes())
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setup.num_ranks))
+    local_rank = shared_gpus.local_rank(rank) if setup.backend == "nccl" else rank
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(setup.num_ranks))
     device_id = None
     if setup.backend == "nccl":
-        device_id = torch.device("cuda", rank)
+        shared_gpus.begin()
+        device_id = torch.device("cuda", local_rank)
         torch.cuda.set_device(device_id)
     store = dist.FileStore(os.path.join(setup.folder, "store"), setup.num_ranks)
     dist.init_process_group(

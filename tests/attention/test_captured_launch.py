@@ -13,6 +13,7 @@ from megatron_magi.comm.impl.native import present_native
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.mask import builders
 from megatron_magi.plan import make_plan
+from megatron_magi.runtime.upload import current_device
 from megatron_magi.testing.spawn import run_ranks
 from tests import forced
 
@@ -21,8 +22,7 @@ NATIVE = MagiConfig(comm=CommConfig(impl="native"))
 
 def capture_both(rank, num_ranks):
     """A cast that is not waited for before attention; one more is under way when the capture begins."""
-    torch.cuda.set_device(rank)
-    device, group = torch.device("cuda", rank), dist.group.WORLD
+    device, group = current_device(), dist.group.WORLD
     plan = make_plan(builders.causal(1024 * num_ranks), NATIVE, num_ranks).for_rank(rank)
     generator = torch.Generator("cuda").manual_seed(rank)
     q, k, v = (

@@ -24,6 +24,7 @@ from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiC
 from megatron_magi.cuda.arriving import READ_BEHIND
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import Dispatch, RankPlan, given_dispatch, make_plan
+from megatron_magi.runtime.upload import current_device
 from megatron_magi.testing.spawn import run_ranks
 from tests import forced
 from tests.attention.test_cuda_graph import (
@@ -341,8 +342,7 @@ def replay_on_ranks(
     rank: int, num_ranks: int, deterministic: bool, overlap: OverlapConfig, travels: bool = False
 ) -> tuple[int, int]:
     """A graph over several ranks, replayed with masks that fetch much, little and nothing; how many were replayed."""
-    torch.cuda.set_device(rank)
-    device, rows = torch.device("cuda", rank), 2048
+    device, rows = current_device(), 2048
     config = MagiConfig(
         attend=AttendConfig(impl="ffa", deterministic=deterministic), comm=CommConfig(impl="native"), overlap=overlap
     )
@@ -423,8 +423,7 @@ def replay_without_eager_calls(rank: int, num_ranks: int, num_steps: int, overla
     Returns:
         How many numbers are wrong, and by how many bytes memory has grown.
     """
-    torch.cuda.set_device(rank)
-    device, rows = torch.device("cuda", rank), 1024
+    device, rows = current_device(), 1024
     config = MagiConfig(comm=CommConfig(impl="native"), overlap=overlap)
     shape = shape_of((8, 2), (128, 128)).kernels_for(device)
     inputs = tensors(rows, shape, device)
@@ -467,8 +466,7 @@ def replay_after_a_larger_call(rank: int, num_ranks: int, overlap: OverlapConfig
     Returns:
         How often slots were allocated.
     """
-    torch.cuda.set_device(rank)
-    device, group = torch.device("cuda", rank), dist.group.WORLD
+    device, group = current_device(), dist.group.WORLD
     native, other = (MagiConfig(comm=CommConfig(impl=impl), overlap=overlap) for impl in ("native", "all_to_all"))
     shape = shape_of((8, 2), (128, 128)).kernels_for(device)
     runs = []
@@ -504,8 +502,7 @@ def test_graphs_are_replayed_after_a_larger_call_has_got_memory_of_its_own(num_r
 
 def stay_away(rank: int, num_ranks: int, overlap: OverlapConfig) -> None:
     """Rank 0 replays less often than the others."""
-    torch.cuda.set_device(rank)
-    device, rows = torch.device("cuda", rank), 2048
+    device, rows = current_device(), 2048
     group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=3))
     config = MagiConfig(comm=CommConfig(impl="native", verify=False), overlap=overlap)
     plan = make_plan(builders.causal(rows * num_ranks), config, num_ranks).for_rank(rank)

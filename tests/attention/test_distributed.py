@@ -19,6 +19,8 @@ from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiC
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.ops.slice_passes import resolve_impl
 from megatron_magi.plan import Plan, make_plan
+from megatron_magi.runtime.upload import current_device
+from megatron_magi.testing import shared_gpus
 from megatron_magi.testing.error_budget import assert_within_budget
 from tests import forced
 from tests.attention import cases as cs
@@ -128,7 +130,7 @@ def test_fp64_equals_dense_attention_to_rounding(ranks, num_ranks: int) -> None:
 
 def run_all_cases_on_gpus(rank: int, num_ranks: int, todo: list[cs.Case]) -> list[dict[str, torch.Tensor]]:
     plans = [make_plan(case.mask, case.config, num_ranks) for case in todo]
-    return [run_case(case, rank, plan, f"cuda:{rank}") for case, plan in zip(todo, plans, strict=True)]
+    return [run_case(case, rank, plan, str(current_device())) for case, plan in zip(todo, plans, strict=True)]
 
 
 @pytest.mark.gpu
@@ -141,7 +143,7 @@ def run_all_cases_on_gpus(rank: int, num_ranks: int, todo: list[cs.Case]) -> lis
     ],
 )
 def test_gpus_equal_dense_attention_within_the_error_of_one_device(ranks, impl: str, dtype: torch.dtype) -> None:
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = min(4, shared_gpus.most_ranks())
     comm = CommConfig(impl=impl)
     todo = [
         dataclasses.replace(c, dtype=dtype, config=dataclasses.replace(c.config, comm=comm))
@@ -171,7 +173,7 @@ def test_gpus_equal_dense_attention_within_the_error_of_one_device(ranks, impl: 
     ],
 )
 def test_kernels_on_several_ranks_err_at_most_twice_as_much_as_plain_torch(ranks, variants) -> None:
-    num_ranks, todo = min(4, torch.cuda.device_count()), variants()
+    num_ranks, todo = min(4, shared_gpus.most_ranks()), variants()
     results = ranks(num_ranks, run_all_cases_on_gpus, todo, backend="nccl", timeout_s=240.0)
     for i, case in enumerate(todo):
         found = gather(case, [r[i] for r in results])

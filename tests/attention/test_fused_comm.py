@@ -21,6 +21,7 @@ from megatron_magi.operands.merge import sink_gradient
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.plan import make_plan
+from megatron_magi.runtime.upload import current_device
 from megatron_magi.testing.spawn import run_ranks
 from tests import forced
 from tests.attention import cases as cs
@@ -78,7 +79,6 @@ class Counted:
 
 def compare(rank, num_ranks):
     """One launch and stages, over masks, heads and options."""
-    torch.cuda.set_device(rank)
     gates = 0
     for i, (mask, degree) in enumerate(masks(num_ranks)):
         config = MagiConfig(overlap=OverlapConfig(degree=degree, one_launch=True), comm=NATIVE)
@@ -150,8 +150,7 @@ def test_one_rank_and_the_operator_compute_what_passes_launched_one_by_one_do():
 
 def launch_like_the_batch_before(rank, num_ranks):
     """Results of batches whose launches are prepared like those of the batch before, and of their plans."""
-    torch.cuda.set_device(rank)
-    device, total, last, found = torch.device("cuda", rank), 1024 * num_ranks, None, 0
+    device, total, last, found = current_device(), 1024 * num_ranks, None, 0
     config = MagiConfig(overlap=OverlapConfig(one_launch=True), comm=NATIVE)
     shape = AttnShape(8, 2, 128, 128, torch.bfloat16).kernels_for(device)
     kinds = [
@@ -188,7 +187,6 @@ def change_plans(rank, num_ranks, num_calls):
 
     In deterministic mode dq has a kernel of its own, which waits for keys while gradients of keys travel.
     """
-    torch.cuda.set_device(rank)
     rng = np.random.default_rng(0)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     with Counted() as counted:
@@ -227,7 +225,6 @@ def test_keys_of_each_of_200_calls_with_changing_plans_are_its_own(num_ranks):
 
 def repeat(rank, num_ranks, num_calls):
     """Calls of one plan that follow each other without a pause; how many numbers differ from those of the first."""
-    torch.cuda.set_device(rank)
     total, wrong = 4096 * num_ranks, torch.zeros((), dtype=torch.int64, device="cuda")
     config = MagiConfig(attend=AttendConfig(deterministic=True), comm=NATIVE)
     for mask in (builders.causal(total), builders.varlen(doc_lengths=[total // 2 - 5, 5, total // 2], causal=True)):
@@ -250,7 +247,6 @@ def test_calls_that_follow_each_other_give_the_same(num_ranks):
 
 def start_items_in_step(rank, num_ranks):
     """Calls in which each item counts as long, of ranks of which one is late; numbers that differ from the first's."""
-    torch.cuda.set_device(rank)
     plan = make_plan(builders.full(2048 * num_ranks), MagiConfig(), num_ranks).for_rank(rank)
     leaves = [t.requires_grad_() for t in tensors_of(plan.num_rows, rank, heads=(64, 8))]
     dout = torch.randn(plan.num_rows, 64, 128, device="cuda").to(torch.bfloat16)
@@ -288,7 +284,6 @@ def test_thread_blocks_that_start_long_items_in_step_compute_the_same(num_ranks)
 
 
 def stay_away(rank, num_ranks):
-    torch.cuda.set_device(rank)
     group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=2))
     config = MagiConfig(overlap=OverlapConfig(one_launch=True), comm=CommConfig(impl="native", verify=False))
     plan = make_plan(builders.causal(2048 * num_ranks), config, num_ranks).for_rank(rank)

@@ -17,6 +17,7 @@ from megatron_magi.attention import distributed_attention
 from megatron_magi.attention.prepared_batch import AttnShape, prepare_batch
 from megatron_magi.config import AttendConfig, MagiConfig, OverlapConfig
 from megatron_magi.plan import Dispatch, given_dispatch, make_plan
+from megatron_magi.runtime.upload import current_device
 from tests import forced
 from tests.attention import cases as cs
 from tests.attention.test_distributed import assert_case_within_budget, dense_of, gather, run_case
@@ -50,7 +51,7 @@ def layouts_of(case: cs.Case, num_ranks: int) -> list[Dispatch]:
 
 
 def run_layouts(rank: int, num_ranks: int, todo: list[cs.Case], device: str = "cpu") -> list[list[dict]]:
-    device = f"{device}:{rank}" if device == "cuda" else device
+    device = str(current_device()) if device == "cuda" else device
     return [
         [run_case(c, rank, make_plan(c.mask, c.config, num_ranks, d), device) for d in layouts_of(c, num_ranks)]
         for c in todo

@@ -14,6 +14,7 @@ from megatron_magi.attention.prepared_batch import AttnShape, prepare_batch
 from megatron_magi.comm.group_collective import group_cast, group_reduce
 from megatron_magi.config import AttendConfig, MagiConfig, OverlapConfig
 from megatron_magi.plan import Dispatch, Plan, given_dispatch, make_plan
+from megatron_magi.runtime.upload import current_device
 from tests import forced
 from tests.attention import cases as cs
 from tests.attention.test_distributed import run_case
@@ -36,7 +37,7 @@ def on_one(total_seqlen: int, num_ranks: int, rank: int) -> Dispatch:
 
 
 def run_travel(rank: int, num_ranks: int, todo: list[cs.Case], device: str = "cpu") -> list[list[dict]]:
-    device = f"{device}:{rank}" if device == "cuda" else device
+    device = str(current_device()) if device == "cuda" else device
     return [[run_case(c, rank, plan, device) for plan in plans_of(c, num_ranks)] for c in todo]
 
 
@@ -55,7 +56,7 @@ def test_every_option_works_with_queries_that_travel(ranks, num_ranks: int) -> N
 
 def run_prepared(rank: int, num_ranks: int, case: cs.Case, device: str = "cpu") -> list[tuple[torch.Tensor, ...]]:
     """Results of two plans over one layout, and of the same from a prepared batch."""
-    device = f"{device}:{rank}" if device == "cuda" else device
+    device = str(current_device()) if device == "cuda" else device
     config, n = case.config, case.mask.total_seqlen_q
     shape = AttnShape(case.num_heads_q, case.num_heads_kv, case.head_dim, case.head_dim_v, case.dtype)
     shape = shape.kernels_for(device, config.attend.impl)

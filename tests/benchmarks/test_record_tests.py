@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from benchmarks import record_tests
+from benchmarks._lib.provenance import provenance
+from megatron_magi.testing import shared_gpus
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.ops.test_b" name="x[1]" time="1.26"/>
@@ -24,3 +29,13 @@ def test_a_run_is_written_down_with_where_it_comes_from(tmp_path, monkeypatch):
     assert [note.split(":")[0] for note in notes] == ["# command", "# commit", "# device", "# software", "# date"]
     assert header == "file,passed,failed,skipped,seconds"
     assert row.startswith("runtime.test_lru,") and ",0,0," in row
+
+
+@pytest.mark.parametrize(("each", "shared"), [("1", ""), ("2", ", shared by up to 2 ranks each, NCCL 2.30.7")])
+def test_it_says_where_ranks_shared_gpus(monkeypatch, each, shared):
+    monkeypatch.setenv(shared_gpus.VARIABLE, each)
+    monkeypatch.setattr(shared_gpus, "nccl_version", lambda: (2, 30, 7))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert provenance()["device"] == f"1 x NVIDIA H200{shared}"

@@ -420,7 +420,7 @@ def disagree_on_gpus(rank, num_ranks, change):
     rows = len(api.get_position_ids(key))
 
     def call(**options):
-        q, k, v = (torch.ones(rows, heads, 64, dtype=torch.float16, device=f"cuda:{rank}") for heads in (4, 2, 2))
+        q, k, v = (torch.ones(rows, heads, 64, dtype=torch.float16, device="cuda") for heads in (4, 2, 2))
         api.calc_attn(q[: options.pop("rows", rows)], k, v, key, **options)
         torch.cuda.synchronize()
 

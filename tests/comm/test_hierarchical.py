@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +27,8 @@ from megatron_magi.comm.group_collective import (
     group_reduce_lse,
 )
 from megatron_magi.comm.groups import timeout_s
+from megatron_magi.comm.impl import hierarchical
+from megatron_magi.comm.movement import Started
 from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.plan import Transfer
 from megatron_magi.plan.hierarchy import two_levels
@@ -35,6 +39,8 @@ from tests.comm.test_group_collective import IMPLS
 
 SHAPES = [pytest.param((2, 2), id="2x2"), pytest.param((4, 2), id="4x2")]
 """Nodes, and ranks of each."""
+HELD_CYCLES = 20_000_000
+"""Of the clock: about ten milliseconds."""
 
 
 def held_and_fetched(transfers: Transfers) -> tuple[Ranges, Runs]:
@@ -164,7 +170,10 @@ def reduce_all(rank, num_ranks, per_node, device="cpu", impls=IMPLS):
         results = []
         for impl in (*impls, *impls[:1], *impls[:1]):
             parts = [x.clone().to(device) for x in everyone[rank]]
-            handle = group_reduce(parts, args, into=[x.clone().to(device) for x in base], impl=impl)
+            into = [x.clone().to(device) for x in base]
+            if device == "cuda":
+                torch.cuda._sleep(HELD_CYCLES)  # the second step does not begin before the caller's stream has
+            handle = group_reduce(parts, args, into=into, impl=impl)
             for x in parts:
                 x.fill_(float("nan"))  # what was given may be overwritten at once
             results.append(handle.wait())
@@ -372,6 +381,20 @@ def test_an_error_on_one_rank_ends_the_collectives_of_all_levels(ranks):
     assert found[1] == "KeyError: 'lost'"
     for text in found[:1] + found[2:]:
         assert "rank 1 of the group (global rank 1) raised KeyError: 'lost'" in text
+
+
+def test_the_second_step_waits_for_the_callers_stream_though_the_first_has_no_work_to_wait_for(monkeypatch):
+    """In a group of one rank the first step is done on the caller's stream."""
+    log = []
+    side = SimpleNamespace(
+        wait_stream=lambda stream: log.append(f"waits for {stream}"), record_event=lambda: log.append("event")
+    )
+    monkeypatch.setattr(hierarchical, "_side_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
+    first = Started((), (), lambda: log.append("first"))
+    hierarchical._Next(first, lambda _: Started((), (), lambda: log.append("second")), torch.device("cuda", 0))
+    assert log == ["waits for the caller's", "first", "second", "event"]
 
 
 def on_gpus(rank, num_ranks, per_node):

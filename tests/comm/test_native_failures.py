@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.group_collective import group_cast, group_reduce
+from megatron_magi.testing import shared_gpus
 from tests.comm.random_transfers import Transfers
 
 TIMEOUT_S = 3
@@ -22,10 +23,12 @@ LOST = 1
 
 def lose_a_rank(rank: int, num_ranks: int, how: str, folder: str) -> None:
     """Calls until an error comes, which is written down; rank `LOST` leaves after some calls."""
-    torch.cuda.set_device(rank)
+    shared_gpus.begin()
+    device = torch.device("cuda", shared_gpus.local_rank(rank))
+    torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
-        device_id=torch.device("cuda", rank),
+        device_id=device,
     )  # fmt: skip
     group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=TIMEOUT_S))
     rows = [[np.arange(600 * (i != j)) for j in range(num_ranks)] for i in range(num_ranks)]

@@ -65,7 +65,6 @@ def test_a_model_in_bf16_is_as_near_to_fp32_as_on_a_cpu(name, kind):
 
 def on_ranks(rank, num_ranks):
     """Errors of loss and gradients over ranks, by name of model and whether FSDP2 shards it."""
-    torch.cuda.set_device(rank)
     mesh = init_device_mesh("cuda", (num_ranks,))
     errors = {}
     for name in CONFIGS:

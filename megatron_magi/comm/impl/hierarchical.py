@@ -126,6 +126,8 @@ class _Next:
         self._kept: tuple[Any, ...] = ()
         if device.type == "cuda":
             stream = _side_stream(device)
+            # The first step may have no work that does: in a group of one rank, rows are moved on the caller's stream.
+            stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 self._run()
                 self._event = stream.record_event()

@@ -151,11 +151,11 @@ def run_others(rank: int, num_ranks: int, ways: dict[str, tuple[Case, ...]]) -> 
     cluster, found, length = Cluster(), {}, 512
     generator = torch.Generator().manual_seed(0)
     shapes = ((HEADS_Q, 64), (HEADS_KV, 64), (HEADS_KV, 64), (HEADS_Q, 64))
-    tensors = [torch.randn(length, *s, generator=generator).to(f"cuda:{rank}", torch.bfloat16) for s in shapes]
+    tensors = [torch.randn(length, *s, generator=generator).to("cuda", torch.bfloat16) for s in shapes]
     for name, cases in ways.items():
         for case in cases:
             ready = BASELINES[name](case, cluster, HEADS_KV)
-            index = torch.from_numpy(token_index(ready.runs)).to(f"cuda:{rank}")
+            index = torch.from_numpy(token_index(ready.runs)).to("cuda")
             q, k, v, dout = (t[index].requires_grad_(i < 3) for i, t in enumerate(tensors))
             out = ready.attend(q, k, v)
             have = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
