@@ -280,11 +280,13 @@ def test_the_readmes_picture_is_drawn(tmp_path, monkeypatch):
 
 
 def test_the_map_of_the_readme_names_what_exists():
-    (table,) = re.findall(
+    (part,) = re.findall(
         r"^## Where things are$(.*?)(?=^## )", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.M
     )
+    items = re.findall(r"^- (`[^:]*): (.*?)(?=^- |\Z)", part, flags=re.DOTALL | re.MULTILINE)
+    assert len(items) == part.count("\n- ") > 12
     missing = []
-    for first, second in re.findall(r"^\| (`.*?) \| (.*) \|$", table, flags=re.MULTILINE):
+    for first, second in items:
         names = re.findall(r"`(.*?)`", first)
         roots = [ROOT, ROOT / "megatron_magi"]
         missing += [name for name in names if not any((root / name).exists() for root in roots)]
