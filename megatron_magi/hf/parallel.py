@@ -312,6 +312,13 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str,
             f"position_ids: {type(model).__name__} numbers tokens in a way of its own ({own_numbers}), which a rank "
             "cannot do for its part; give them"
         )
+    # Of PEFT's adapters, which a model may get at any time.
+    adapters = getattr(model, "peft_config", None) or {}
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
+        raise ValueError(
+            "alora_invocation_tokens: activated LoRA changes the last rows of a sequence, and a rank's last rows are "
+            "others; use LoRA, or one rank"
+        )
     if asks_routers(model.config, batch):
         _check_routers(model, batch)
     if batch.get("labels") is not None and model.loss_function is not ForCausalLMLoss:

@@ -121,6 +121,8 @@ def refusals(mesh):
     bart = BartConfig(vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32)
     noisy = context_parallel(make_model("llama"), mesh)
     noisy.get_input_embeddings().neftune_noise_alpha = 5.0
+    activated = context_parallel(make_model("llama"), mesh)
+    activated.peft_config = {"default": types.SimpleNamespace(alora_invocation_tokens=[3])}  # as PEFT sets it
     own_loss = OwnForCausalLM._from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation="magi")
     scored = context_parallel(with_log_probs(make_model("llama")), mesh)
     classes = AutoModelForSequenceClassification, AutoModelForQuestionAnswering
@@ -128,6 +130,7 @@ def refusals(mesh):
     return {
         "labels: none were given": raises(model.train(), batch["input_ids"]),
         "labels: OwnForCausalLM": raises(context_parallel(own_loss, mesh), **batch),
+        "alora_invocation_tokens": raises(activated, **batch),
         "neftune_noise_alpha": raises(noisy.train(), **batch),
         "model: LlamaForSequenceClassification": raises(context_parallel, heads[0], mesh),
         "model: LlamaForQuestionAnswering": raises(context_parallel, heads[1], mesh),
