@@ -121,6 +121,9 @@ def refusals(mesh):
     bart = BartConfig(vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32)
     noisy = context_parallel(make_model("llama"), mesh)
     noisy.get_input_embeddings().neftune_noise_alpha = 5.0
+    replaced = context_parallel(make_model("llama"), mesh)
+    # As accelerate wraps a forward, here of another class.
+    replaced.forward = torch.autocast("cpu", enabled=False)(types.MethodType(OwnForCausalLM.forward, replaced))
     activated = context_parallel(make_model("llama"), mesh)
     activated.peft_config = {"default": types.SimpleNamespace(alora_invocation_tokens=[3])}  # as PEFT sets it
     own_loss = OwnForCausalLM._from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation="magi")
@@ -130,6 +133,7 @@ def refusals(mesh):
     return {
         "labels: none were given": raises(model.train(), batch["input_ids"]),
         "labels: OwnForCausalLM": raises(context_parallel(own_loss, mesh), **batch),
+        "labels: LlamaForCausalLM computes its loss": raises(replaced, **batch),
         "alora_invocation_tokens": raises(activated, **batch),
         "neftune_noise_alpha": raises(noisy.train(), **batch),
         "model: LlamaForSequenceClassification": raises(context_parallel, heads[0], mesh),
