@@ -291,6 +291,19 @@ def _has_own_loss(model: PreTrainedModel) -> bool:
     return not any("loss_function" in inspect.unwrap(forward).__code__.co_names for forward in forwards if forward)
 
 
+def _is_replaced(model: PreTrainedModel) -> bool:
+    """Whether the model object was given a forward that takes labels, and not successors from shift_labels."""
+    forward = vars(model).get("forward")
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        code = getattr(function, "__code__", None)
+        if code is not None and "labels" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            known = {*code.co_names, *code.co_varnames, *(name for name in code.co_consts if isinstance(name, str))}
+            return known.isdisjoint(("loss_function", "shift_labels"))
+        forward = getattr(function, "__wrapped__", None)  # of autocast, and of others that pass on what they are given
+    return False
+
+
 def _check_model(model: PreTrainedModel) -> None:
     check_implementation(model.config)
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -312,11 +325,18 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str,
             f"position_ids: {type(model).__name__} numbers tokens in a way of its own ({own_numbers}), which a rank "
             "cannot do for its part; give them"
         )
+    # Of PEFT's adapters, which a model may get at any time.
+    adapters = getattr(model, "peft_config", None) or {}
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
+        raise ValueError(
+            "alora_invocation_tokens: activated LoRA changes the last rows of a sequence, and a rank's last rows are "
+            "others; use LoRA, or one rank"
+        )
     if asks_routers(model.config, batch):
         _check_routers(model, batch)
     if batch.get("labels") is not None and model.loss_function is not ForCausalLMLoss:
         raise ValueError(f"labels: expected the loss of a causal language model, {type(model).__name__} has another")
-    if batch.get("labels") is not None and has_own_loss:
+    if batch.get("labels") is not None and (has_own_loss or _is_replaced(model)):
         raise ValueError(
             f"labels: {type(model).__name__} computes its loss by code of its own, which takes a row for the successor "
             "of the one before it; call shard_batch before the model, and compute the loss from shift_labels"

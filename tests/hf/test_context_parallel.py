@@ -114,6 +114,11 @@ def refusals(mesh):
     bart = BartConfig(vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32)
     noisy = context_parallel(make_model("llama"), mesh)
     noisy.get_input_embeddings().neftune_noise_alpha = 5.0
+    replaced = context_parallel(make_model("llama"), mesh)
+    # As accelerate wraps a forward, here of another class.
+    replaced.forward = torch.autocast("cpu", enabled=False)(types.MethodType(OwnForCausalLM.forward, replaced))
+    activated = context_parallel(make_model("llama"), mesh)
+    activated.peft_config = {"default": types.SimpleNamespace(alora_invocation_tokens=[3])}  # as PEFT sets it
     own_loss = OwnForCausalLM._from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation="magi")
     scored = context_parallel(with_log_probs(make_model("llama")), mesh)
     classes = AutoModelForSequenceClassification, AutoModelForQuestionAnswering
@@ -121,6 +126,8 @@ def refusals(mesh):
     return {
         "labels: none were given": refusal(model.train(), batch["input_ids"]),
         "labels: OwnForCausalLM": refusal(context_parallel(own_loss, mesh), **batch),
+        "labels: LlamaForCausalLM computes its loss": refusal(replaced, **batch),
+        "alora_invocation_tokens": refusal(activated, **batch),
         "neftune_noise_alpha": refusal(noisy.train(), **batch),
         "model: LlamaForSequenceClassification": refusal(context_parallel, heads[0], mesh),
         "model: LlamaForQuestionAnswering": refusal(context_parallel, heads[1], mesh),
