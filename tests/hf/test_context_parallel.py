@@ -29,7 +29,7 @@ from megatron_magi.mask import builders
 from megatron_magi.packing import make_prefix_tree
 from megatron_magi.testing.spawn import run_ranks
 from tests.hf.models import CONFIGS, ON_CPUS, VOCABULARY, loss_and_gradients, make_model, packed_batch, padded_batch
-from tests.refusals import refusal
+from tests.refusals import refusal as raises
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -119,25 +119,25 @@ def refusals(mesh):
     classes = AutoModelForSequenceClassification, AutoModelForQuestionAnswering
     heads = [c.from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation="magi") for c in classes]
     return {
-        "labels: none were given": refusal(model.train(), batch["input_ids"]),
-        "labels: OwnForCausalLM": refusal(context_parallel(own_loss, mesh), **batch),
-        "neftune_noise_alpha": refusal(noisy.train(), **batch),
-        "model: LlamaForSequenceClassification": refusal(context_parallel, heads[0], mesh),
-        "model: LlamaForQuestionAnswering": refusal(context_parallel, heads[1], mesh),
-        "log_probs": refusal(lambda: scored(**batch).log_probs[:, -5:]),
-        "log_probs: a": refusal(lambda: scored(**batch).log_probs.clone()[:, -5:]),  # as DDP does
-        "position_ids": refusal(context_parallel(make_model(numbers), mesh), batch["input_ids"]),
-        "model: BartForCausalLM": refusal(context_parallel, make_model(bart), mesh),
-        "dsink_all_reduce": refusal(context_parallel(make_model("gpt_oss"), mesh, sums), **batch),
-        "attention_mask": refusal(model, **{**batch, "attention_mask": square}),
-        "attention_mask: expected 0 and 1, got numbers from 1 to 2": refusal(
+        "labels: none were given": raises(model.train(), batch["input_ids"]),
+        "labels: OwnForCausalLM": raises(context_parallel(own_loss, mesh), **batch),
+        "neftune_noise_alpha": raises(noisy.train(), **batch),
+        "model: LlamaForSequenceClassification": raises(context_parallel, heads[0], mesh),
+        "model: LlamaForQuestionAnswering": raises(context_parallel, heads[1], mesh),
+        "log_probs": raises(lambda: scored(**batch).log_probs[:, -5:]),
+        "log_probs: a": raises(lambda: scored(**batch).log_probs.clone()[:, -5:]),  # as DDP does
+        "position_ids": raises(context_parallel(make_model(numbers), mesh), batch["input_ids"]),
+        "model: BartForCausalLM": raises(context_parallel, make_model(bart), mesh),
+        "dsink_all_reduce": raises(context_parallel(make_model("gpt_oss"), mesh, sums), **batch),
+        "attention_mask": raises(model, **{**batch, "attention_mask": square}),
+        "attention_mask: expected 0 and 1, got numbers from 1 to 2": raises(
             model, **{**batch, "attention_mask": 1 + torch.arange(53)[None] // 30}
         ),
-        "attention_mask: a layer": refusal(without_mask, **batch),
-        "logits_to_keep": refusal(model, **batch, logits_to_keep=1),
-        "attn_implementation": refusal(context_parallel, make_model("llama", "sdpa"), mesh),
-        "magi_mask": refusal(context_parallel(make_model("mistral"), mesh), **batch, magi_mask=builders.causal(53)),
-        "dropout": refusal(context_parallel(with_dropout(), mesh).train(), **batch),
+        "attention_mask: a layer": raises(without_mask, **batch),
+        "logits_to_keep": raises(model, **batch, logits_to_keep=1),
+        "attn_implementation": raises(context_parallel, make_model("llama", "sdpa"), mesh),
+        "magi_mask": raises(context_parallel(make_model("mistral"), mesh), **batch, magi_mask=builders.causal(53)),
+        "dropout": raises(context_parallel(with_dropout(), mesh).train(), **batch),
     }
 
 
@@ -355,7 +355,7 @@ def wrapped_rollouts(mesh):
     found["both"] = log_probs(torch.nn.parallel.DistributedDataParallel(model), tree, mesh)
     errors = {name: (torch.cat(own) - expected).abs().max().item() for name, own in found.items()}
     errors["gradients"] = max(((p.grad - g).abs().max() / (1 + g.abs().max())).item() for p, g in pairs)
-    return errors, refusal(log_probs, model, tree)
+    return errors, raises(log_probs, model, tree)
 
 
 def on_two_ranks(_rank, num_ranks):
