@@ -16,7 +16,7 @@ Nothing outside the folder of a backend imports it, except `megatron_magi.backen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
@@ -465,6 +465,14 @@ def refuse_tables_in_graph(device: torch.device, impl: str) -> None:
         )
 
 
+def check_support(
+    why_not: Callable[[torch.device, torch.dtype, tuple[int, int]], str | None], q: Tensor, v: Tensor
+) -> None:
+    """Raises ValueError for tensors that kernels do not take; ``why_not``: of them, see `Backend.why_not`."""
+    if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
+        raise ValueError(reason)
+
+
 def refuse_capture(device: torch.device) -> None:
     """Raises RuntimeError while a graph is captured."""
     if is_capturing(device):
@@ -567,6 +575,24 @@ class Capture(Protocol):
             num_own: own keys of masks over own keys and those of all stages (`StageMasks.joined`), for `Programs`;
                 None for the mask of one stage.
         """
+
+
+def with_output(
+    inputs: ForwardInputs, why_not: Callable[[torch.device, torch.dtype, tuple[int, int]], str | None]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """What a forward of kernels over lists reads and writes, in memory of its own. Raises as `check_support`.
+
+    Returns:
+        ``(q, k, v, out, lse, sink_lse)``: out ``[num_rows, num_heads_q, head_dim_v]`` in the dtype of q, lse fp32
+        ``[num_rows, num_heads_q]``, neither of them set; the sinks of each row, ``[num_rows, num_heads_q]``, None
+        without sinks.
+    """
+    q, k, v, sink_lse = inputs
+    check_support(why_not, q, v)
+    num_rows, num_heads, _ = q.shape
+    out = torch.empty((num_rows, num_heads, v.shape[2]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
+    return q, k, v, out, lse, None if sink_lse is None else sink_lse.expand(num_rows, num_heads)
 
 
 class Sparse(Protocol):

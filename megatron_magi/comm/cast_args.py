@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from megatron_magi.comm.peer_tables import NUM_ARRAYS, ROUTE_WORDS, PeerRows, PeerTables, peer_arrays
+from megatron_magi.comm.peer_tables import NUM_ARRAYS, ROUTE_WORDS, MostRows, PeerRows, PeerTables, peer_arrays
 from megatron_magi.comm.rows import Arrivals, arrival_arrays
 from megatron_magi.runtime.upload import upload
 
@@ -22,7 +22,7 @@ class CastFacts(NamedTuple):
     Attributes:
         send_splits, recv_splits, num_rows_min: see `GroupCastArgs`.
         level_sizes: see `Arrivals`.
-        most: ``most_rows``, ``most_recv`` and ``most_send`` of `PeerRows`; None without.
+        most: of `PeerRows`; None without.
         num_arrays: number of these arrays.
     """
 
@@ -30,7 +30,7 @@ class CastFacts(NamedTuple):
     recv_splits: tuple[int, ...]
     num_rows_min: int
     level_sizes: tuple[int, ...]
-    most: tuple[int, int, int] | None
+    most: MostRows | None
     num_arrays: int
 
 
@@ -77,7 +77,7 @@ class CastTables:
             arrays += [self.recv_order, _inverse(self.recv_order)]
         if self.peers is not None:
             arrays += self.peer_arrays(len(rows))
-        most = None if self.peers is None else self.peers[-3:]
+        most = None if self.peers is None else self.peers.most
         return CastFacts(self.send_splits, self.recv_splits, self.num_rows_min, levels, most, len(arrays)), arrays
 
     @property
@@ -115,7 +115,7 @@ class GroupCastArgs:
     recv_splits: tuple[int, ...]
     recv_order: torch.Tensor | None
     num_rows_min: int
-    most: tuple[int, int, int] | None
+    most: MostRows | None
     host: CastTables | None
     is_static: bool = False
     ways: WeakKeyDictionary[Any, dict] = field(default_factory=WeakKeyDictionary, repr=False)
@@ -163,7 +163,7 @@ class GroupCastArgs:
             recv_splits=tables.recv_splits,
             recv_order=None if order is None else moved[1],
             num_rows_min=tables.num_rows_min,
-            most=None if peers is None else peers[-3:],
+            most=None if peers is None else peers.most,
             host=tables,
         )
         if goes_along:

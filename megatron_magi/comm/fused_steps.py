@@ -109,5 +109,5 @@ def _put_numbers(args: GroupCastArgs, layout: RowLayout) -> dict[str, int]:
         "sums.index": 0 if index is None else index.data_ptr(),
         "sums.routes": args.peers.routes.data_ptr() + 8 * ROUTE_WORDS * _ADD_ROUTE,
         "sums.rows": arrivals.rows.data_ptr(), "sums.starts": arrivals.starts.data_ptr(),
-        "sums.sources": arrivals.sources.data_ptr(), "sums.shift": sent_shift(slot_row_bytes(layout), args.most[2]),
+        "sums.sources": arrivals.sources.data_ptr(), "sums.shift": sent_shift(slot_row_bytes(layout), args.most.sent),
     }  # fmt: skip

@@ -278,14 +278,14 @@ def _needs(
         return [need for part, ranks in parts for need in _needs(part, there, back, ranks, impl)]
     needs = [(way, there, most_received(args)), (way, there, _most_published(args))]
     if args.is_static and args.most is not None:
-        all_others = (args.num_ranks - 1) * args.most[0]
+        all_others = (args.num_ranks - 1) * args.most.held
         needs += [(way, layout, min(all_others, most_rows(layout))) for layout in (there, back) if layout is not None]
     return needs if back is None else [*needs, (way, back, most_received(args, back=True))]
 
 
 def _most_published(args: Args) -> int | None:
     """Rows up to the last that any rank publishes for a kernel that waits for them."""
-    return None if args.most is None else args.most[0]
+    return None if args.most is None else args.most.held
 
 
 def raise_failure(group: dist.ProcessGroup) -> None:

@@ -24,6 +24,20 @@ ROUTE_WORDS = 3 * MAX_RANKS + 3
 """Size of Route of ``csrc/group_collective/put.cuh``, in words of 8 bytes."""
 
 
+class MostRows(NamedTuple):
+    """The most rows of any rank; equal on all ranks.
+
+    Attributes:
+        held: up to the last that a rank sends in a cast.
+        received: in a cast.
+        sent: in a cast; received when rows go back.
+    """
+
+    held: int
+    received: int
+    sent: int
+
+
 class PeerRows(NamedTuple):
     """The remote side of sent and received rows.
 
@@ -42,6 +56,11 @@ class PeerRows(NamedTuple):
     most_rows: int
     most_recv: int
     most_send: int
+
+    @property
+    def most(self) -> MostRows:
+        """The last three."""
+        return MostRows(self.most_rows, self.most_recv, self.most_send)
 
 
 class PeerTables(NamedTuple):

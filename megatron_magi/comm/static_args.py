@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.comm.cast_args import GroupCastArgs
-from megatron_magi.comm.peer_tables import NUM_ARRAYS, PeerTables
+from megatron_magi.comm.peer_tables import NUM_ARRAYS, MostRows, PeerTables
 from megatron_magi.comm.rows import Arrivals
 
 TAIL_ROWS = 256
@@ -45,9 +45,11 @@ class StaticArgs:
         def room(counts: Iterable[int]) -> int:
             return min(math.ceil(max(counts, default=0) * headroom) + TAIL_ROWS, (num_ranks - 1) * num_rows)
 
-        most = (num_rows, room(most[1] for most in most_of), room(most[2] for most in most_of))
-        num_send = room(n for args, most in zip(samples, most_of, strict=True) for n in (args.num_send, *most[1:]))
-        self._num_recv, self._num_send = most[1], num_send
+        most = MostRows(num_rows, room(most.received for most in most_of), room(most.sent for most in most_of))
+        num_send = room(
+            n for args, most in zip(samples, most_of, strict=True) for n in (args.num_send, most.received, most.sent)
+        )
+        self._num_recv, self._num_send = most.received, num_send
         length = max(self._num_recv, self._num_send, num_rows) + TAIL_ROWS
         self._numbers = torch.arange(length, device=device)
         tables = [torch.zeros_like(self._numbers) for _ in range(6)]

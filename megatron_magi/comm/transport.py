@@ -36,7 +36,9 @@ _IMPLS = (*_EXCHANGES, "native")
 
 def most_received(args: Args, back: bool = False) -> int | None:
     """Most rows that any rank receives in a cast, or back; None if not known."""
-    return None if args.most is None else args.most[2 if back else 1]
+    if args.most is None:
+        return None
+    return args.most.sent if back else args.most.received
 
 
 class _Alone:

@@ -174,9 +174,9 @@ def attention(
         elif isinstance(attention_mask, LayerMask):
             mask = attention_mask.of_layer(position_ids, cu_seq_lens_q)
         elif attention_mask is None:
-            mask = _unsaid(shape, causal, sliding_window, cu_seq_lens_q)
+            mask = _default_mask(shape, causal, sliding_window, cu_seq_lens_q)
         else:
-            mask = _dense(attention_mask, shape)
+            mask = _dense_mask(attention_mask, shape)
         _check_keys(mask, len(k))
         out, _ = slice_attention(q, k, v, mask, **logits)
     return out.view(batch_size, q_length, num_heads, -1), None
@@ -274,7 +274,10 @@ def check_implementation(model_config: Any) -> None:
         raise ValueError(f"attn_implementation: expected {NAME!r}, got {found!r}")
 
 
-def _unsaid(shape: tuple[int, int, int], causal: bool, window: int | None, cu_seq_lens: Tensor | None) -> AttnMask:
+def _default_mask(
+    shape: tuple[int, int, int], causal: bool, window: int | None, cu_seq_lens: Tensor | None
+) -> AttnMask:
+    """The mask of a call without one: of its sequences, or of its documents."""
     batch_size, q_length, kv_length = shape
     left = -1 if window is None else window - 1
     right = 0 if causal else left
@@ -285,7 +288,8 @@ def _unsaid(shape: tuple[int, int, int], causal: bool, window: int | None, cu_se
     return builders.sliding_window(left=left, right=right, **lengths)
 
 
-def _dense(attention_mask: Tensor, shape: tuple[int, int, int]) -> AttnMask:
+def _dense_mask(attention_mask: Tensor, shape: tuple[int, int, int]) -> AttnMask:
+    """The mask of a tensor of four dimensions, bool or added to logits."""
     batch_size, q_length, kv_length = shape
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
         kind = type(attention_mask).__name__

@@ -6,16 +6,12 @@ instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_magi.cuda.layout import Like
-
-type WhyNot = Callable[[torch.device, torch.dtype, tuple[int, int]], str | None]
-"""As `megatron_magi.backends.base.Sparse.why_not`."""
 
 
 class ForwardInputs(NamedTuple):
@@ -30,32 +26,6 @@ class ForwardInputs(NamedTuple):
     k: Like
     v: Like
     sink_lse: Like | None = None
-
-
-def check_support(why_not: WhyNot, q: Tensor, v: Tensor) -> None:
-    """Raises ValueError for tensors that kernels do not take.
-
-    Args:
-        why_not: the reason for a device, a dtype and the head dims of q and v; None if they do.
-    """
-    if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
-        raise ValueError(reason)
-
-
-def with_output(inputs: ForwardInputs, why_not: WhyNot) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """What a forward of kernels over lists reads and writes, in memory of its own. Raises as `check_support`.
-
-    Returns:
-        ``(q, k, v, out, lse, sink_lse)``: out ``[num_rows, num_heads_q, head_dim_v]`` in the dtype of q, lse fp32
-        ``[num_rows, num_heads_q]``, neither of them set; the sinks of each row, ``[num_rows, num_heads_q]``, None
-        without sinks.
-    """
-    q, k, v, sink_lse = inputs
-    check_support(why_not, q, v)
-    num_rows, num_heads, _ = q.shape
-    out = torch.empty((num_rows, num_heads, v.shape[2]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
-    return q, k, v, out, lse, None if sink_lse is None else sink_lse.expand(num_rows, num_heads)
 
 
 class ForwardOutput(NamedTuple):

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from megatron_magi.testing.megatron_rank import GRACE_S, Outcome, Request, output_path
-from megatron_magi.testing.ports import held_port
+from megatron_magi.testing.ports import HOSTED, hosted_store
 
 PRETRAIN_GPT = str(Path(__file__).resolve().parents[2] / "pretrain_scripts" / "pretrain_gpt.py")
 """Script that a user launches."""
@@ -113,9 +113,10 @@ def launch(
     (folder / LOSS_LOG).unlink(missing_ok=True)
     args = [*args, "--magi-loss-log", str(folder / LOSS_LOG)]
     begin = time.monotonic()
-    with held_port() as port:
+    with hosted_store() as port:
+        variables = {**HOSTED, **(env or {})}
         request = Request(
-            script, args, num_ranks, port, str(folder), timeout_s, dict(env or {}), before, list(sys.path), grace_s
+            script, args, num_ranks, port, str(folder), timeout_s, variables, before, list(sys.path), grace_s
         )
         if torch.cuda.is_available():
             with contextlib.closing(Zygote("spawn")) as zygote:

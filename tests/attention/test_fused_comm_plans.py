@@ -23,6 +23,7 @@ from megatron_magi.backends.sm90.schedule import Schedule, local_first
 from megatron_magi.backends.sm90.support import WAITING
 from megatron_magi.backends.tiles.tiles import GAP
 from megatron_magi.comm import peer_kernels, transport
+from megatron_magi.comm.peer_tables import MostRows
 from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import arriving
 from megatron_magi.cuda.build import source_root
@@ -238,7 +239,7 @@ def test_a_forward_that_fetches_much_from_several_ranks_goes_by_stages():
         casts = [joined_cast(plan.for_rank(rank), torch.device("cpu")) for rank in range(num_ranks)]
         assert {fused_comm.Fetched(cast, lambda: None, "auto").forward_pays(k, k) for cast in casts} == {expected}
     for more, expected in ((0, True), (1, False)):  # rows of 4 KB, of which 64 MB hold 16,384
-        cast = SimpleNamespace(num_ranks=3, most=(1 << 20, (1 << 14) + more, 1 << 20))
+        cast = SimpleNamespace(num_ranks=3, most=MostRows(1 << 20, (1 << 14) + more, 1 << 20))
         assert fused_comm.Fetched(cast, lambda: None, "auto").forward_pays(k, k) is expected
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import socket
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from megatron_magi.testing.ports import held_port
+from megatron_magi.testing.ports import HOSTED, held_port, hosted_store
 
 
 def test_a_held_port_takes_a_store_and_no_other_process_gets_it() -> None:
@@ -19,6 +20,21 @@ def test_a_held_port_takes_a_store_and_no_other_process_gets_it() -> None:
         client = dist.TCPStore("127.0.0.1", port, 1, is_master=False)
         client.set("greeting", "here")
         assert server.get("greeting") == b"here"
+
+
+def test_no_rank_hosts_or_waits_for_a_store_that_is_hosted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hosted_store() as port:
+        of_ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", **HOSTED}
+        for name, value in of_ranks.items():
+            monkeypatch.setenv(name, value)
+        stores = []
+        for rank in ("0", "1"):  # one after the other: rank 0 would wait for rank 1
+            monkeypatch.setenv("RANK", rank)
+            store, *numbers = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=10)))
+            assert numbers == [int(rank), 2]
+            stores.append(store)
+        stores[1].set("key", "value")
+        assert stores[0].get("key") == b"value"
 
 
 def test_ports_held_together_differ() -> None:

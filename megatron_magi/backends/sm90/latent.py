@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.base import check_support, with_output
 from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.sparse_kernels import LATENT_DIMS, latent_backward_kernel, latent_kernel, readable
 from megatron_magi.backends.sm90.sparse_lists import lists_of
@@ -16,7 +17,7 @@ from megatron_magi.backends.sm90.support import LOG2_E, in_dtype, kernels_exist,
 from megatron_magi.backends.sm90.support import why_not as why_no_kernels
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
-from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, check_support, with_output
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 _ANY_DIMS = (64, 64)

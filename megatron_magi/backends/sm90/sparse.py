@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.base import check_support, with_output
 from megatron_magi.backends.sm90 import sparse_kernels as kernels
 from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.sparse_backward import backward_by_keys, backward_by_tiles, may_add_dq
@@ -22,7 +23,7 @@ from megatron_magi.backends.sm90.support import (
 from megatron_magi.backends.sm90.support import why_not as why_no_kernels
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
-from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, check_support, with_output
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern
 
 

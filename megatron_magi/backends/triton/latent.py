@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.base import check_support, with_output
 from megatron_magi.backends.triton import support
 from megatron_magi.backends.triton.attention import LOG2_E, latent_kernels, readable
 from megatron_magi.backends.triton.tuning import LatentKernel, kind_of, latent_sizes, padded
-from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, check_support, with_output
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 CHUNK_BYTES = 1 << 30

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.base import check_support, with_output
 from megatron_magi.backends.triton import support
 from megatron_magi.backends.triton.attention import LOG2_E, readable, sparse_kernels
 from megatron_magi.backends.triton.sparse_lists import lists_of, lists_of_queries
 from megatron_magi.backends.triton.tuning import Kernel, Sizes, padded, sparse_sizes
-from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, check_support, with_output
+from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 
 _INSTEAD = "'reference', which takes the memory of dense logits"

@@ -321,7 +321,7 @@ class Native:
         assert not index or args.recv_order is None
         there, back = (index, 0) if kind == _CAST else (0, index)
         tables_of = {"sent": back or _address(sent), "route": tables.routes.data_ptr() + row}
-        unit, most = widest(rows), args.most[1 if kind == _CAST else 2]
+        unit, most = widest(rows), args.most.received if kind == _CAST else args.most.sent
         if types:
             rows_to, starts, order = args.arrivals.rows, args.arrivals.starts, args.arrivals.sources
             tables_of |= {"rows": rows_to.data_ptr(), "starts": starts.data_ptr(), "order": order.data_ptr()}
