@@ -51,7 +51,7 @@ class StaticPlans:
         samples: plans of other microbatches that must fit, the same ones on all ranks. Kernels are chosen for the first
             of them, if any.
         queries: ``home``: queries of no plan travel (`RankPlan.moves`). ``travel``: they can, if those of ``plans`` or
-            of a sample do; this has not run on a GPU yet.
+            of a sample do; this has run on two ranks that shared a GPU.
         backend: name of the implementation whose launches are captured; the first that can be when None.
 
     Attributes:

@@ -53,14 +53,13 @@ def magi_config(args: Namespace, default: MagiConfig) -> MagiConfig:
         element_bytes=args.params_dtype.itemsize,
     )
     degree = default.overlap.degree if args.magi_overlap_degree is None else args.magi_overlap_degree
-    one_launch = default.overlap.one_launch
     if captures(args) and args.context_parallel_size > 1:
-        degree, one_launch = 1, False  # captured iterations in one launch have not been trained
+        degree = 1
     deterministic = default.attend.deterministic or bool(args.deterministic_mode)
     return replace(
         default,
         dispatch=_dispatch_config(args, default.dispatch),
-        overlap=replace(default.overlap, degree=degree, one_launch=one_launch, cost=cost),
+        overlap=replace(default.overlap, degree=degree, cost=cost),
         attend=replace(default.attend, deterministic=deterministic),
     )
 

@@ -229,13 +229,16 @@ def test_choice_of_another_attention_kernel_is_named(monkeypatch: pytest.MonkeyP
         _validate(monkeypatch)
 
 
+@pytest.mark.parametrize("one_launch", [False, True])
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_captured_attention_of_several_ranks_has_one_stage(monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
-    default = MagiConfig(overlap=OverlapConfig(degree=3, one_launch=True))
+def test_captured_attention_of_several_ranks_has_one_stage_and_one_launch_where_that_is_set(
+    monkeypatch: pytest.MonkeyPatch, cp_size: int, one_launch: bool
+) -> None:
+    default = MagiConfig(overlap=OverlapConfig(degree=3, one_launch=one_launch))
     args = _parse(monkeypatch, *FULL_ITERATION, "--context-parallel-size", str(cp_size))
     args.params_dtype, args.kv_channels = torch.bfloat16, 16
     overlap = magi_config(args, default).overlap
-    assert (overlap.degree, overlap.one_launch) == ((1, False) if cp_size > 1 else (3, True))
+    assert (overlap.degree, overlap.one_launch) == (1 if cp_size > 1 else 3, one_launch)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
