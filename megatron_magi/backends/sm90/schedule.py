@@ -5,7 +5,8 @@ blocks of one head. SMs take items in this order (persistent scheduling with an 
   to the same dq while these are in the L2 cache. Each adds its part of dk and dv to fp32 sums, whose memory limits the
   number of split tiles; long tiles beyond it are ordered by key head.
 - The longest tiles are also cut into pieces of query blocks; first pieces of all tiles precede second pieces, as more
-  queries would otherwise be in use than the L2 cache holds.
+  queries would otherwise be in use than the L2 cache holds. If a few tiles are much longer than the others, as the
+  prompt of a prefix tree, these are cut: while SMs work on them, others would begin with many more heads.
 - Tiles that are not split process all query heads of a key head and write dk and dv themselves. If dq is accumulated in
   memory and query heads share key heads, they are ordered by key head: adjacent tiles of a key head share queries and
   should start close together, although SMs drift apart.
@@ -64,7 +65,7 @@ class _Division(NamedTuple):
         num_long: the first ``num_long`` tiles are long.
         num_split: the first ``num_split`` of them are split by query head.
         width: query heads of an item of a split tile.
-        piece: blocks of a piece, see `_piece`.
+        piece, is_cached: see `_piece`; if ``is_cached``, tiles of the last heads are cut too.
         documents: tiles of the documents that are processed in `_sections`.
     """
 
@@ -72,6 +73,7 @@ class _Division(NamedTuple):
     num_split: int
     width: int
     piece: int
+    is_cached: bool
     documents: list[np.ndarray]
 
 
@@ -143,7 +145,7 @@ def local_first(schedule: Schedule, costs: np.ndarray, group: int, is_own: np.nd
 
 def _near_schedule(work: _Work, max_split: int, long_tile: int, narrow: bool) -> Schedule:
     """Items ordered for locality: those that share queries are close together."""
-    starts, costs, heads_kv, group, num_sms = work
+    starts, costs, _, group, num_sms = work
     width = 1 if max_split else group
     most = max_split if width < group else len(costs)
     candidates = [long_tile]
@@ -153,13 +155,13 @@ def _near_schedule(work: _Work, max_split: int, long_tile: int, narrow: bool) ->
     documents = _documents(np.argsort(starts, kind="stable"), starts, costs) if may_have_documents else []
     if narrow and len(documents) == 1:
         documents = []
-    piece = _piece(costs, heads_kv * group, long_tile, bool(documents)) if width < group else 0
+    piece, is_cached = _piece(work, long_tile, bool(documents), narrow) if width < group else (0, False)
     if piece:
         documents = []
     best, shortest = None, float("inf")
     for least in candidates:
         num_long = _num_long(costs, least)
-        schedule = _schedule(work, _Division(num_long, min(most, num_long), width, piece, documents))
+        schedule = _schedule(work, _Division(num_long, min(most, num_long), width, piece, is_cached, documents))
         if len(candidates) == 1 or (best is None and len(schedule.items) > tuning.ENOUGH_ITEMS * num_sms):
             return schedule
         of_items = _item_costs(schedule.items, costs, group)
@@ -178,23 +180,40 @@ def _num_long(costs: np.ndarray, least: int) -> int:
     return int(less[0]) if len(less) else len(costs)
 
 
-def _piece(costs: np.ndarray, heads: int, long_tile: int, in_sections: bool) -> int:
-    """Blocks of a piece; 0 if no tile is cut.
+def _piece(work: _Work, long_tile: int, in_sections: bool, narrow: bool) -> tuple[int, bool]:
+    """``(blocks of a piece, 0 if no tile is cut; whether tiles are cut for the cache alone)``.
 
     Tiles are cut if adjacent ones iterate over the same queries; only longer ones if they have the same number of
-    blocks, hence run in step, or if so few run together that the L2 cache holds what they read.
+    blocks, hence run in step, or if so few run together that the L2 cache holds what they read. Tiles of uneven length
+    are also cut if one of them takes so long that meanwhile the SMs use the queries of more heads than the cache holds.
     """
+    costs = work.costs
+    longest, all_blocks = int(costs.max(initial=0)), int(costs.sum())
     limits = {tuning.LONG_BLOCKS_UNEVEN: 5 * tuning.PIECE_BLOCKS // 4, tuning.LONG_BLOCKS: tuning.MOST_BLOCKS_IN_STEP}
     limit = tuning.MOST_BLOCKS_IN_STEP if in_sections else limits.get(long_tile, np.inf)
-    if costs.max(initial=0) <= limit:
-        return 0
-    return max(tuning.PIECE_BLOCKS, int(costs.sum()) * heads // tuning.MOST_PIECES)
+    piece, is_cached = tuning.PIECE_BLOCKS if longest > limit else 0, False
+    if long_tile == tuning.LONG_BLOCKS_UNEVEN and not in_sections and longest:
+        # Meanwhile all SMs do num_sms * held blocks, of which a head has as many as all tiles together.
+        head_bytes = longest * _QUERIES * _query_bytes(64 if narrow else 128)
+        held = tuning.L2_BYTES * all_blocks // (work.num_sms * head_bytes)
+        is_cached = longest > 2 * held
+        if is_cached:
+            held = max(held, tuning.LONG_BLOCKS)
+            piece = min(piece or held, held)
+    if piece:
+        piece = max(piece, all_blocks * work.heads_kv * work.group // tuning.MOST_PIECES)
+    return piece, is_cached
+
+
+def _query_bytes(dim: int) -> int:
+    """Bytes of a query of one head: q and dout of 16 bits, and the fp32 sums of dq."""
+    return (2 + 2 + 4) * dim
 
 
 def _schedule(work: _Work, division: _Division) -> Schedule:
     """Adjacent tiles follow each other, as they share queries; the last items are sorted by decreasing cost."""
     starts, costs, heads_kv, group, num_sms = work
-    num_long, num_split, width, piece, documents = division
+    num_long, num_split, width, piece, is_cached, documents = division
     place = np.argsort(starts, kind="stable")
     split, short = place[place < num_split], place[place >= num_long]
     unsplit = place[(place >= num_split) & (place < num_long)]
@@ -207,13 +226,14 @@ def _schedule(work: _Work, division: _Division) -> Schedule:
         short, last = short[~is_last], np.sort(short[is_last])
     heads = range(0, heads_kv * group, width)
     *sections, split = _sections([tiles[tiles < num_split] for tiles in documents], costs) or [split]
-    alone = len(heads) - _heads_together(costs[np.sort(split)], len(heads), num_sms)
+    of_one = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
+    of_last = _section(np.sort(split), [0], width)
+    if is_cached:
+        of_last = of_one[np.argsort(-of_one[:, 3], kind="stable")]
+    alone = len(heads) - _heads_together(_blocks(of_last, costs), len(heads), num_sms)
     parts = [_by_head([unsplit], work.first_heads, group), _by_head(sections, heads, width)]
-    of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
-    of_heads = np.zeros((alone, 1, 4), dtype=np.int64)
-    of_heads[:, 0, 1] = heads[:alone]
-    parts.append((of_first + of_heads).reshape(-1, 4))
-    parts.append(_section(np.sort(split), heads[alone:], width))
+    parts.append((of_one + _of_heads(heads[:alone])).reshape(-1, 4))
+    parts.append((of_last[:, None] + _of_heads(heads[alone:])[:, 0]).reshape(-1, 4))
     apart = _by_head([short], work.first_heads, group) if width < group else _section(short, work.first_heads, group)
     of_short = [apart, _section(last, work.first_heads, group)]
     parts = [*parts, *of_short] if ends_short else [*of_short, *parts]
@@ -280,6 +300,13 @@ def _pieces(tiles: np.ndarray, costs: np.ndarray, width: int, piece: int) -> np.
     return np.concatenate(found)
 
 
+def _of_heads(heads: Sequence[int]) -> np.ndarray:
+    """What is added to items of the first query head to get those of others; ``[num_heads, 1, 4]``."""
+    items = np.zeros((len(heads), 1, 4), dtype=np.int64)
+    items[:, 0, 1] = heads
+    return items
+
+
 def _cut_last(items: np.ndarray, costs: np.ndarray, num_sms: int) -> np.ndarray:
     """Cuts the last few items, of one query head each, into pieces if all items are of one size.
 
@@ -311,8 +338,12 @@ def _heads_together(costs: np.ndarray, heads: int, num_sms: int) -> int:
 def _item_costs(items: np.ndarray, costs: np.ndarray, group: int) -> np.ndarray:
     """Cost of each item, in blocks: its blocks and its fixed cost; int64 ``[num_items]``."""
     heads = items[:, 1] >> 16
-    blocks = np.where(items[:, 3] > 0, items[:, 3], costs[items[:, 0]])
-    return blocks * heads + np.where(heads < group, tuning.PART_COST_BLOCKS, tuning.ITEM_COST_BLOCKS)
+    return _blocks(items, costs) * heads + np.where(heads < group, tuning.PART_COST_BLOCKS, tuning.ITEM_COST_BLOCKS)
+
+
+def _blocks(items: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Blocks of each item, for each of its query heads."""
+    return np.where(items[:, 3] > 0, items[:, 3], costs[items[:, 0]])
 
 
 def _makespan(costs: Sequence[int] | np.ndarray, num_sms: int) -> int:

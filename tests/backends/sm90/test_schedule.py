@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.backends.sm90 import schedule
+from megatron_magi.backends.sm90 import schedule, tuning
 from megatron_magi.backends.sm90.schedule import (
     Schedule,
     differ_in_length,
@@ -207,6 +207,41 @@ def test_tiles_of_which_there_are_few_pieces_are_not_cut_and_there_are_never_too
     costs = np.full(1 << 13, 1 << 14)  # a million queries and keys
     schedule = make_schedule(128 * np.arange(len(costs)), costs, 8, 8, SMS, max_split=10**6, long_tile=LONG_BLOCKS)
     assert len(schedule.items) < 2 * MOST_PIECES
+
+
+def prefix_tree(length: int):
+    """A prompt of an eighth of the tokens, four branches of a 16th each, four answers to each."""
+    prompt, branch, answer = length // 8, length // 16, length * 5 // 128
+    nodes = [prompt, *[branch, *[answer] * 4] * 4]
+    return builders.prefix_tree(nodes, [[0, 5 * i + 1, 5 * i + 2 + j] for i in range(4) for j in range(4)])[0]
+
+
+def heads_in_use(items: np.ndarray, plan: TilePlan) -> float:
+    """Query heads that SMs work on at a time, on average, of items of one head; an item costs 6 blocks more."""
+    busy, head_of, in_use, before = [(0, sm) for sm in range(SMS)], dict[int, int](), 0.0, 0
+    for (_, head, heads), (_, blocks) in zip(unpack(items), blocks_of(items, plan), strict=True):
+        time, sm = busy[0]
+        in_use, before = in_use + len(set(head_of.values())) * (time - before), time
+        head_of.pop(sm, None)
+        if heads == 1:
+            head_of[sm] = head
+        heapq.heapreplace(busy, (time + blocks * heads + 6, sm))
+    return in_use / before
+
+
+@pytest.mark.parametrize("length", [8192, 16384])
+def test_tiles_much_longer_than_others_are_cut_so_that_few_heads_are_in_use(length):
+    plan = backward_plan(prefix_tree(length))
+    options = {"max_split": 10**6, "long_tile": long_tile(*drift(plan))}
+    head_bytes = 1024 * length  # q, dout and the sums of dq, 128 columns
+    cut = schedule_of(plan, 8, 8, SMS, **options)
+    assert_complete(cut, plan.costs, 8, 8)
+    assert heads_in_use(cut.items, plan) * head_bytes < 1.75 * tuning.L2_BYTES
+    narrow = schedule_of(plan, 8, 8, SMS, **options, narrow=True)  # half the bytes
+    with mock.patch.object(tuning, "L2_BYTES", 1 << 40):
+        whole = schedule_of(plan, 8, 8, SMS, **options)
+    assert heads_in_use(whole.items, plan) * head_bytes > 3.5 * tuning.L2_BYTES
+    assert np.array_equal(narrow.items, whole.items) and not whole.items[:, 3].any()
 
 
 @pytest.mark.parametrize(
