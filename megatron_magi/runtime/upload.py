@@ -267,7 +267,8 @@ class _Gathering(threading.local):
 
 _gathering = _Gathering()
 TO_GPUS_TOGETHER = False
-"""Whether uploads to GPUs are gathered: has not run on one yet."""
+"""Whether uploads to GPUs are gathered. Has run on one, for new masks in eager mode; not for calls that graphs capture,
+nor on several."""
 _LEAST_TOGETHER, _MOST_TOGETHER = 1 << 16, 1 << 20
 """Bytes of a block. It lives as long as any of the tensors in it."""
 _rooms: dict[torch.device, int] = {}
