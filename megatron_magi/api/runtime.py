@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -93,6 +94,7 @@ class KeyRuntime:
         self.cp_rank = 0 if group is None else group.rank()
         self.shard = ShardIndex(plan.dispatch, self.cp_rank) if shard is None else shard
         self._pending: list[Agreement] = []
+        self._waiting = threading.Lock()
 
     @property
     def rank_plan(self) -> RankPlan:
@@ -119,9 +121,11 @@ class KeyRuntime:
         Raises:
             RuntimeError: they have not; the message says which ranks differ.
         """
-        while self._pending:
-            self._pending[0].wait()
-            del self._pending[0]  # what has failed fails again
+        if self._pending:
+            with self._waiting:  # other threads may use the same key
+                while self._pending:
+                    self._pending[0].wait()
+                    del self._pending[0]  # what has failed fails again
         return self
 
 

@@ -151,17 +151,19 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> Sequence
 
 
 @contextmanager
-def together(device: torch.device) -> Iterator[None]:
+def together(device: torch.device) -> Iterator[bool]:
     """Uploads to ``device`` inside of it, by this thread, are one copy, which is there when it ends; nothing may read
-    them before. Inside of another it is a part of that. Large ones go by themselves at once.
+    them before. Inside of another it is a part of that. Large ones go by themselves at once; to GPUs all do, unless
+    `TO_GPUS_TOGETHER`. Yields whether any wait for that copy.
     """
     if _gathering.block is not None:
-        yield
+        yield bool(_gathering.block.room)
         return
     device = _with_index(device)
-    block = _gathering.block = _Block(device, _rooms.get(device, _LEAST_TOGETHER))
+    room = 0 if device.type == "cuda" and not TO_GPUS_TOGETHER else _rooms.get(device, _LEAST_TOGETHER)
+    block = _gathering.block = _Block(device, room)
     try:
-        yield
+        yield bool(room)
     except BaseException:
         block.later.clear()
         raise
@@ -176,7 +178,7 @@ def together(device: torch.device) -> Iterator[None]:
 def when_there(do: Callable[[], object]) -> None:
     """Runs ``do`` once what was uploaded is there: now, or when `together` ends. For caches that other threads read."""
     block = _gathering.block
-    if block is None:
+    if block is None or not block.room:
         do()
     else:
         block.later.append(do)
@@ -191,7 +193,7 @@ def made_once[T](key: Hashable, make: Callable[[], T], keep: Callable[[T], objec
         keep: puts it where other threads find it; what it refers to stays until then.
     """
     block = _gathering.block
-    made = {} if block is None else block.made
+    made = {} if block is None or not block.room else block.made
     if key not in made:
         made[key] = found = make()
         when_there(lambda: keep(found))
@@ -224,7 +226,7 @@ class _Block:
         places, end = _places_of(arrays, self._end)
         self.wanted += end - self._end
         is_fake = type(torch.empty(0, device="meta")) is not torch.Tensor  # these lie nowhere
-        if end > self.room or is_fake:
+        if not self.room or end > self.room or is_fake:
             return None
         if not self._memory.numel():
             self._begin()
@@ -264,6 +266,9 @@ class _Gathering(threading.local):
 
 
 _gathering = _Gathering()
+TO_GPUS_TOGETHER = False
+"""Whether uploads to GPUs are gathered. Has run on one, for new masks in eager mode; not for calls that graphs capture,
+nor on several."""
 _LEAST_TOGETHER, _MOST_TOGETHER = 1 << 16, 1 << 20
 """Bytes of a block. It lives as long as any of the tensors in it."""
 _rooms: dict[torch.device, int] = {}

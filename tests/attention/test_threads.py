@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import megatron_magi.attention.distributed as module
+from megatron_magi.api.runtime import KeyRuntime
 from megatron_magi.attention import distributed_attention
 from megatron_magi.mask import builders
 from megatron_magi.plan import make_plan
@@ -62,3 +63,19 @@ def test_threads_that_share_plan_and_templates_get_what_each_asks_for(monkeypatc
         for found in pool.map(lambda _: [attend(softcap) for softcap in softcaps], range(THREADS)):
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert len(templates) == 2
+
+
+def test_threads_may_wait_for_the_agreement_on_one_key():
+    plan = make_plan(builders.varlen(doc_lengths=[3, 5]))
+    waited = []
+
+    class Slow:
+        def wait(self):
+            waited.append(self)
+            time.sleep(0.02)
+
+    runtime = KeyRuntime(plan, None)
+    runtime._pending += [Slow(), Slow()]
+    with ThreadPoolExecutor(THREADS) as pool:
+        assert list(pool.map(lambda _: runtime.agreed(), range(THREADS))) == [runtime] * THREADS
+    assert len(waited) == 2 and not runtime._pending

@@ -32,6 +32,7 @@ on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 @on_both
 def test_arrays_that_go_together_are_one_copy_and_large_ones_go_alone(device, monkeypatch):
     monkeypatch.setattr(module, "_rooms", {})
+    monkeypatch.setattr(module, "TO_GPUS_TOGETHER", True)
     for turn in range(3):
         large, told = np.arange(20_000) + turn, []
         with together(torch.device(device)):
@@ -49,6 +50,14 @@ def test_arrays_that_go_together_are_one_copy_and_large_ones_go_alone(device, mo
         assert len(blocks) == (2 if turn == 0 else 1), "the next time there is room for all"
     when_there(lambda: told.append("now"))
     assert told == ["later", "now"]
+
+
+@pytest.mark.gpu
+def test_uploads_to_a_gpu_go_by_themselves_at_once():
+    with together(torch.device("cuda")):
+        found = upload(some_arrays(), "cuda")
+        np.testing.assert_array_equal(found[0].cpu().numpy(), some_arrays()[0])
+    assert module._gathering.block is None
 
 
 def test_what_goes_together_arrives_though_an_error_ends_it():
