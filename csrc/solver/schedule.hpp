@@ -12,8 +12,8 @@ namespace magi {
 // Thresholds of megatron_magi/backends/sm90/tuning.py, and constants of schedule.py.
 struct ScheduleTuning {
   Int long_blocks, long_blocks_uneven, item_cost, part_cost, piece_blocks, most_blocks_in_step, most_pieces,
-      section_tiles, last_items, last_of_many_items, least_piece_blocks, enough_items, falling_cost_most_items, queries,
-      slack;
+      section_tiles, last_items, last_of_many_items, least_piece_blocks, enough_items, falling_cost_most_items,
+      l2_bytes, queries, slack, query_bytes;
   double balanced, falling_cost_gain;
 };
 
@@ -47,8 +47,13 @@ class Schedule {
   }
 
  private:
+  struct Piece {
+    Int blocks = 0;
+    bool is_cached = false;
+  };
   struct Division {
-    Int num_long, num_split, width, piece;
+    Int num_long, num_split, width;
+    Piece piece;
   };
 
   const std::int32_t* starts_;
@@ -67,9 +72,11 @@ class Schedule {
   }
   Ints first_heads() const { return heads_of(work_.heads_kv * work_.group, work_.group); }
 
+  Int blocks_of(const Item& item) const { return item[3] > 0 ? item[3] : costs_[item[0]]; }
+
   Int cost_of(const Item& item) const {
-    const Int heads = item[1] >> 16, blocks = item[3] > 0 ? item[3] : costs_[item[0]];
-    return blocks * heads + (heads < work_.group ? tuning_.part_cost : tuning_.item_cost);
+    const Int heads = item[1] >> 16;
+    return blocks_of(item) * heads + (heads < work_.group ? tuning_.part_cost : tuning_.item_cost);
   }
 
   // Makespan, and the sum of costs.
@@ -91,8 +98,8 @@ class Schedule {
         if (std::find(candidates.begin(), candidates.end(), least) == candidates.end()) candidates.push_back(least);
     if (splits && work_.long_tile == tuning_.long_blocks_uneven) find_documents();
     if (work_.narrow && documents_.size() == 1) documents_.clear();
-    const Int piece = splits ? piece_of(!documents_.empty()) : 0;
-    if (piece) documents_.clear();
+    const Piece piece = splits ? piece_of(!documents_.empty()) : Piece{};
+    if (piece.blocks) documents_.clear();
     Items best;
     Int best_split = 0, shortest = -1;
     for (const Int least : candidates) {
@@ -122,15 +129,26 @@ class Schedule {
     documents_ = std::move(found);
   }
 
-  Int piece_of(bool in_sections) const {
+  Piece piece_of(bool in_sections) const {
     Int limit = std::numeric_limits<Int>::max();
     if (in_sections || work_.long_tile == tuning_.long_blocks)
       limit = tuning_.most_blocks_in_step;
     else if (work_.long_tile == tuning_.long_blocks_uneven)
       limit = 5 * tuning_.piece_blocks / 4;
-    if (costs_.empty() || *std::max_element(costs_.begin(), costs_.end()) <= limit) return 0;
+    const Int longest = costs_.empty() ? 0 : *std::max_element(costs_.begin(), costs_.end());
     const Int sum = std::accumulate(costs_.begin(), costs_.end(), Int{0});
-    return std::max(tuning_.piece_blocks, sum * work_.heads_kv * work_.group / tuning_.most_pieces);
+    Piece piece{longest > limit ? tuning_.piece_blocks : 0};
+    if (work_.long_tile == tuning_.long_blocks_uneven && !in_sections && longest) {
+      const Int head_bytes = longest * tuning_.queries * tuning_.query_bytes;
+      const Int held = tuning_.l2_bytes * sum / (work_.num_sms * head_bytes);
+      piece.is_cached = longest > 2 * held;
+      if (piece.is_cached) {
+        const Int most = std::max(held, tuning_.long_blocks);
+        piece.blocks = piece.blocks ? std::min(piece.blocks, most) : most;
+      }
+    }
+    if (piece.blocks) piece.blocks = std::max(piece.blocks, sum * work_.heads_kv * work_.group / tuning_.most_pieces);
+    return piece;
   }
 
   // Sets `items` and `num_split`.
@@ -160,7 +178,7 @@ class Schedule {
     for (const Ints& tiles : sections) add_by_head(items, tiles, heads, of.width);
     add_split(split, heads, of);
     if (ends_short) add_short();
-    if (!is_whole && of.num_split == count && !of.piece) cut_last();
+    if (!is_whole && of.num_split == count && !of.piece.blocks) cut_last();
     num_split = is_whole ? 0 : of.num_split;
   }
 
@@ -191,17 +209,29 @@ class Schedule {
   }
 
   void add_split(const Ints& split, const Ints& heads, const Division& of) {
-    Ints falling = split;
-    std::sort(falling.begin(), falling.end());
+    Items of_one, of_last;
+    of.piece.blocks ? add_pieces(of_one, split, of) : add_section(of_one, split, {0}, of.width);
+    if (of.piece.is_cached) {
+      of_last = of_one;
+      std::stable_sort(of_last.begin(), of_last.end(), [](const Item& a, const Item& b) { return a[3] > b[3]; });
+    } else {
+      Ints falling = split;
+      std::sort(falling.begin(), falling.end());
+      add_section(of_last, falling, {0}, of.width);
+    }
     const Int all = static_cast<Int>(heads.size());
     Int together = 0, sum = 0;
-    for (const Int tile : split) sum += costs_[tile];
-    if (!split.empty()) together = std::min(all, ceil_div(2 * costs_[falling.front()] * work_.num_sms, sum));
-    Items of_first;
-    of.piece ? add_pieces(of_first, split, of) : add_section(of_first, split, {0}, of.width);
-    for (Int i = 0; i < all - together; ++i)
-      for (Item item : of_first) item[1] += static_cast<std::int32_t>(heads[i]), items.push_back(item);
-    add_section(items, falling, Ints(heads.end() - together, heads.end()), of.width);
+    for (const Item& item : of_last) sum += blocks_of(item);
+    if (!of_last.empty()) together = std::min(all, ceil_div(2 * blocks_of(of_last.front()) * work_.num_sms, sum));
+    const Int alone = all - together;
+    const auto add = [&](Item item, Int head) {
+      item[1] += static_cast<std::int32_t>(head);
+      items.push_back(item);
+    };
+    for (Int i = 0; i < alone; ++i)
+      for (const Item& item : of_one) add(item, heads[i]);
+    for (const Item& item : of_last)
+      for (Int i = alone; i < all; ++i) add(item, heads[i]);
   }
 
   static Item item_of(Int tile, Int head, Int num_heads) {
@@ -220,7 +250,7 @@ class Schedule {
 
   void add_pieces(Items& out, const Ints& tiles, const Division& of) const {
     const auto count = [&](Int tile) {
-      return std::max<Int>(1, floor_div(costs_[tile] - of.piece / 4 - 1, of.piece) + 1);
+      return std::max<Int>(1, floor_div(costs_[tile] - of.piece.blocks / 4 - 1, of.piece.blocks) + 1);
     };
     Int most = 1;
     for (const Int tile : tiles) most = std::max(most, count(tile));
@@ -228,8 +258,9 @@ class Schedule {
       for (const Int tile : tiles) {
         if (count(tile) <= i) continue;
         Item item = item_of(tile, 0, of.width);
-        item[2] = static_cast<std::int32_t>(i * of.piece);
-        item[3] = static_cast<std::int32_t>(count(tile) == i + 1 ? costs_[tile] - i * of.piece : of.piece);
+        item[2] = static_cast<std::int32_t>(i * of.piece.blocks);
+        item[3] =
+            static_cast<std::int32_t>(count(tile) == i + 1 ? costs_[tile] - i * of.piece.blocks : of.piece.blocks);
         out.push_back(item);
       }
   }

@@ -14,7 +14,7 @@ using magi::Tiles;
 static_assert(sizeof(magi::Band) == 6 * sizeof(Int));
 
 // Must be incremented whenever results or arguments change, so that a library built from other sources is rejected.
-MAGI_EXPORT Int magi_tiles_version() { return 5; }
+MAGI_EXPORT Int magi_tiles_version() { return 6; }
 
 // `counts` receives the number of tiles, of pieces, and of passes; -1 where these are to be given.
 MAGI_EXPORT Tiles* magi_tiles_begin(const magi::Band* bands, Int count, const magi::TileShape* shape, Int* counts) {

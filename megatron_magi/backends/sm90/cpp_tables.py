@@ -40,13 +40,14 @@ class _Tuning(ctypes.Structure):
         *((name, _Int) for name in (
             "long_blocks", "long_blocks_uneven", "item_cost_blocks", "part_cost_blocks", "piece_blocks",
             "most_blocks_in_step", "most_pieces", "section_tiles", "last_items", "last_of_many_items",
-            "least_piece_blocks", "enough_items", "falling_cost_most_items", "queries", "slack",
+            "least_piece_blocks", "enough_items", "falling_cost_most_items", "l2_bytes", "queries", "slack",
+            "query_bytes",
         )),
         *((name, ctypes.c_double) for name in ("balanced", "falling_cost_gain")),
     ]  # fmt: skip
 
 
-_TUNED = [(name, name.upper()) for name, _ in _Tuning._fields_ if name not in ("queries", "slack")]
+_TUNED = [(name, name.upper()) for name, _ in _Tuning._fields_ if name not in ("queries", "slack", "query_bytes")]
 """Fields and their names in `tuning`."""
 
 
@@ -84,7 +85,7 @@ def host_plan(
 
 
 def schedule(
-    starts: np.ndarray, costs: np.ndarray, work: tuple[int, ...], queries: int, slack: int
+    starts: np.ndarray, costs: np.ndarray, work: tuple[int, ...], queries: int, slack: int, query_bytes: int
 ) -> tuple[NDArray[np.int32], int]:
     """Items of `schedule.make_schedule` and their number of split tiles; only where the library is `available`.
 
@@ -93,12 +94,13 @@ def schedule(
         work: the other arguments, the first arriving row last but one (-1 where nothing arrives), and the blocks that
             items of earlier rows lead by.
         queries, slack: constants of `schedule`.
+        query_bytes: of a query of one head.
     """
     library = cpp_tiles.library()
     assert library is not None
     starts, costs = np.ascontiguousarray(starts, dtype=np.int32), np.ascontiguousarray(costs, dtype=np.int64)
     of_work, counts = _Work(len(costs), *work), (_Int * 2)()
-    limits = _Tuning(queries=queries, slack=slack, **{name: getattr(tuning, known) for name, known in _TUNED})
+    limits = _Tuning(queries=queries, slack=slack, query_bytes=query_bytes, **{name: getattr(tuning, known) for name, known in _TUNED})
     handle = library.magi_schedule_begin(
         starts.ctypes.data, costs.ctypes.data, ctypes.byref(of_work), ctypes.byref(limits), counts
     )

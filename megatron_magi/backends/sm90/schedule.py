@@ -110,7 +110,7 @@ def make_schedule(
     assert heads_kv * group < 1 << 16 and group < 1 << 15
     if cpp_tiles.available():
         of_work = heads_kv, group, num_sms, max_split, long_tile, narrow, *(own or (-1, 0))
-        return Schedule(*cpp_tables.schedule(starts, costs, of_work, _QUERIES, _SLACK))
+        return Schedule(*cpp_tables.schedule(starts, costs, of_work, _QUERIES, _SLACK, _query_bytes(narrow)))
     work = _Work(starts, costs, heads_kv, group, num_sms)
     made = _best_schedule(work, max_split, long_tile, narrow)
     return made if own is None else local_first(made, costs, group, starts < own[0], own[1])
@@ -194,7 +194,7 @@ def _piece(work: _Work, long_tile: int, in_sections: bool, narrow: bool) -> tupl
     piece, is_cached = tuning.PIECE_BLOCKS if longest > limit else 0, False
     if long_tile == tuning.LONG_BLOCKS_UNEVEN and not in_sections and longest:
         # Meanwhile all SMs do num_sms * held blocks, of which a head has as many as all tiles together.
-        head_bytes = longest * _QUERIES * _query_bytes(64 if narrow else 128)
+        head_bytes = longest * _QUERIES * _query_bytes(narrow)
         held = tuning.L2_BYTES * all_blocks // (work.num_sms * head_bytes)
         is_cached = longest > 2 * held
         if is_cached:
@@ -205,9 +205,9 @@ def _piece(work: _Work, long_tile: int, in_sections: bool, narrow: bool) -> tupl
     return piece, is_cached
 
 
-def _query_bytes(dim: int) -> int:
+def _query_bytes(narrow: bool) -> int:
     """Bytes of a query of one head: q and dout of 16 bits, and the fp32 sums of dq."""
-    return (2 + 2 + 4) * dim
+    return (2 + 2 + 4) * (64 if narrow else 128)
 
 
 def _schedule(work: _Work, division: _Division) -> Schedule:

@@ -18,7 +18,7 @@ from megatron_magi.backends.tiles.tiles import TilePlan
 from megatron_magi.mask import bands as bd
 from megatron_magi.runtime import cpp_library
 
-_VERSION = 5
+_VERSION = 6
 """Raised with that of csrc/solver/tiles.cpp: a library that was built from other sources is not used."""
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 

@@ -94,17 +94,21 @@ def test_where_rows_have_two_intervals_in_a_pass_numpy_finds_passes():
 
 @st.composite
 def tiles_of_a_pass(draw):
-    """Starts and costs of tiles: of documents, of one size, in falling or in any order."""
+    """Starts and costs of tiles: of documents, of one size, a few much longer than others, in falling or any order."""
     count = draw(st.integers(1, 80))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 20)))
     starts = np.cumsum(rng.integers(1, 129, count))
-    kind = draw(st.sampled_from(["documents", "equal", "falling", "any"]))
+    kind = draw(st.sampled_from(["documents", "equal", "falling", "few long", "any"]))
     if kind == "documents":
         ends = np.repeat(np.cumsum(rng.integers(1, 12, count) * 128), 6)[:count]
         starts = np.arange(count) * 128
         costs = np.maximum(-(-(ends - starts) // 64), 0)
         order = np.argsort(-costs, kind="stable")
         return starts[order], costs[order]
+    if kind == "few long":
+        num_long = draw(st.integers(1, min(count, 12)))
+        costs = np.sort(np.append(rng.integers(300, 900, num_long), rng.integers(1, 20, count - num_long)))[::-1]
+        return rng.permutation(starts), costs
     most = draw(st.sampled_from([2, 40, 900]))
     costs = np.full(count, most) if kind == "equal" else rng.integers(0, most, count)
     return rng.permutation(starts), np.sort(costs)[::-1] if kind == "falling" else costs
