@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_magi.attention import fused_comm, prepare_batch
+from megatron_magi.backends import base
 from megatron_magi.backends.registry import backend_that
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.host_tables import MaskTables
@@ -41,14 +42,14 @@ def test_tables_are_waited_for_and_held_on_other_streams_than_that_of_their_copy
     plan = hopper_plan.DevicePlan(None, table, ready, 0)
     plan.schedules.update(first=hopper_plan.DeviceSchedule(items, 0, ready))
     plan.schedules.update(later=hopper_plan.DeviceSchedule(made_later, 0))
-    monkeypatch.setattr(hopper_plan, "is_capturing", lambda _device: False)
+    monkeypatch.setattr(base, "is_capturing", lambda _device: False)
     for handle, expected in ((7, [made_later]), (8, ["copied", table, items, made_later])):
         stream = Stream(handle)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device, stream=stream: stream)
         plan.hold_for_stream()
         assert stream.done == expected
     # What a graph reads would have to live as long as the graph.
-    monkeypatch.setattr(hopper_plan, "is_capturing", lambda device: device == table.device)
+    monkeypatch.setattr(base, "is_capturing", lambda device: device == table.device)
     with pytest.raises(RuntimeError, match="make_static_key"):
         plan.hold_for_stream()
 
