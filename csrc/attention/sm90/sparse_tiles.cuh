@@ -14,6 +14,10 @@
 
 constexpr int kPiece = 64;       // contiguous keys in a step of a list of blocks
 constexpr int kNoKey = 1 << 30;  // past all keys, hence masked
+
+// Copied in place of keys that are none: 0 times what another row holds would not be 0 if that is not finite.
+__device__ uint4 absent_row[576 / 8];
+
 // Arrivals that fill a buffer of keys: by TMA one; of single keys those of all copying lanes, and of four warps for the
 // description.
 template <bool kIndexed>
@@ -162,14 +166,14 @@ struct Pieces {
   }
 };
 
-// Loads pieces into swizzled panels; `keys`: the first of each.
+// Loads pieces into swizzled panels; `keys`: the first of each. From kNoKey on TMA fills in zeros.
 template <int kHeadDim, int kStep>
 DEVICE void load_pieces(const TensorMap* map, u32 smem, const int4& keys, int head_kv, u32 bar) {
   const int first[2] = {keys.x, keys.y};
 #pragma unroll
   for (int i = 0; i < kStep / kPiece; ++i)
-    load_panels<kHeadDim / kPanel>(map, smem + i * kPiece * kPanelRowBytes, kStep * kPanelRowBytes,
-                                   first[i] == kNoKey ? 0 : first[i], head_kv, bar);
+    load_panels<kHeadDim / kPanel>(map, smem + i * kPiece * kPanelRowBytes, kStep * kPanelRowBytes, first[i], head_kv,
+                                   bar);
 }
 
 // Loader: queries(tile), step(tile, flags, first key of each piece), end(), all called by all lanes of the warp.
@@ -260,8 +264,10 @@ struct KeyGather {
       const int4 rows = four[i / 4];
       const int row[4] = {rows.x, rows.y, rows.z, rows.w};
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        copy_async(to + (i + j) * kUnits * kPanelRowBytes, column + static_cast<i64>(max(row[j], 0)) * row_stride);
+      for (int j = 0; j < 4; ++j) {
+        const u16* from = column + static_cast<i64>(row[j]) * row_stride;
+        copy_async(to + (i + j) * kUnits * kPanelRowBytes, row[j] < 0 ? reinterpret_cast<u16*>(absent_row) : from);
+      }
     }
   }
 
