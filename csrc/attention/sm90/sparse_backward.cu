@@ -178,29 +178,50 @@ struct Consumer {
     issue_key_gradient(part, Operand(left), Operand(right, kWarpgroupRows * kPanelRowBytes));
   }
 
-  // Keys of this thread's two rows of a contribution to dK or dV; negative for none.
-  DEVICE int2 keys_of(int index) const {
-    return make_int2(s.index[index][Gather::entry_of_row(row_of_warpgroup)],
-                     s.index[index][Gather::entry_of_row(row_of_warpgroup + 8)]);
+  // Keys of a contribution to dK or dV, negative for none: of this thread's two rows, each with the next or the one
+  // before, whichever has an odd number.
+  DEVICE int4 keys_of(int index) const {
+    const int even = row_of_warpgroup & ~1, (&keys)[kStep] = s.index[index];
+    return make_int4(keys[Gather::entry_of_row(even)], keys[Gather::entry_of_row(even + 1)],
+                     keys[Gather::entry_of_row(even + 8)], keys[Gather::entry_of_row(even + 9)]);
   }
 
-  DEVICE void add_part(const float (&part)[kHeadDim / 2], const int2& keys, int head_kv) const {
+  DEVICE void add_part(const float (&part)[kHeadDim / 2], const int4& keys, int head_kv) const {
     void* sums = warpgroup ? p.dk_sums : p.dv_sums;
-    const float scale = FIXED ? __ldg(p.fixed_scales + 1 - warpgroup) : 1.f;
+    if constexpr (FIXED) {
+      const float scale = __ldg(p.fixed_scales + 1 - warpgroup);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int key = r ? keys.y : keys.x;
-      if (key < 0) continue;
-      const i64 at = (head_kv * p.sum_rows + key) * kHeadDim + 4 * (lane % 4);
+      for (int r = 0; r < 2; ++r) {
+        const int key = row_of_warpgroup % 2 ? (r ? keys.w : keys.y) : (r ? keys.z : keys.x);
+        if (key < 0) continue;
+        i64* to = static_cast<i64*>(sums) + (head_kv * p.sum_rows + key) * kHeadDim + 4 * (lane % 4);
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 16; ++j) {
-        const float* x = part + 8 * j + 2 * r;
-        if constexpr (FIXED) {
-          i64* to = static_cast<i64*>(sums) + at + 16 * j;
+        for (int j = 0; j < kHeadDim / 16; ++j, to += 16) {
+          const float* x = part + 8 * j + 2 * r;
           add_fixed(to, x[0], scale), add_fixed(to + 1, x[1], scale);
           add_fixed(to + 2, x[4], scale), add_fixed(to + 3, x[5], scale);
-        } else {
-          add_global_v4(static_cast<float*>(sums) + at + 16 * j, x[0], x[1], x[4], x[5]);
+        }
+      }
+    } else {
+      // Lanes of two rows exchange half of what they hold, so that eight lanes add 128 bytes of one row.
+      const bool odd = lane & 4;
+      float* at = static_cast<float*>(sums) + head_kv * p.sum_rows * kHeadDim + 4 * (lane % 8);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int key[2] = {r ? keys.z : keys.x, r ? keys.w : keys.y};
+#pragma unroll
+        for (int j = 0; j < kHeadDim / 32; ++j) {
+          float x[2][4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* pair = part + 16 * j + 2 * r + i % 2 + 4 * (i / 2);
+            const float got = __shfl_xor_sync(0xffffffffu, odd ? pair[0] : pair[8], 4);
+            x[0][i] = odd ? got : pair[0], x[1][i] = odd ? pair[8] : got;
+          }
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            if (key[i] >= 0)
+              add_global_v4(at + static_cast<i64>(key[i]) * kHeadDim + 32 * j, x[i][0], x[i][1], x[i][2], x[i][3]);
         }
       }
     }
@@ -231,7 +252,7 @@ struct Consumer {
           flags = uniform(flags + 1);
         }
         const int now = stage.index;
-        const int2 keys = keys_of(now);
+        const int4 keys = keys_of(now);
         issue_gradients(dq, part, ds, now);
         stage.advance();
         wait_keys();
@@ -245,7 +266,7 @@ struct Consumer {
         add_part(part, keys, head_kv);
         form_ds(scores, ds);  // dP reuses the registers of the part
       }
-      const int2 keys = keys_of(stage.index);
+      const int4 keys = keys_of(stage.index);
       issue_gradients(dq, part, ds, stage.index);
       wgmma_wait<0>();
       fence_operand(dq);
@@ -271,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
     registers_shrink<kProducerRegisters>();
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     Loader loader{p, s, warp, lane};
-    walk_key_lists<kGroups, kHeadDim, kStep>(p.tiles, loader, warp, lane);
+    walk_key_lists<kGroups, kHeadDim, kStep, true>(p.tiles, loader, warp, lane);
   } else {
     registers_grow<kConsumerRegisters>();
     Consumer(p, s, uniform(threadIdx.x / kWarpgroupThreads) - 1).run();

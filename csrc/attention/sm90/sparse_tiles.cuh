@@ -14,6 +14,7 @@
 
 constexpr int kPiece = 64;       // contiguous keys in a step of a list of blocks
 constexpr int kNoKey = 1 << 30;  // past all keys, hence masked
+constexpr int kTogetherTimes = 128;
 
 // Copied in place of keys that are none: 0 times what another row holds would not be 0 if that is not finite.
 __device__ uint4 absent_row[576 / 8];
@@ -302,7 +303,7 @@ DEVICE int trimmed(const int* list, int count, int num_keys, int lane) {
 }
 
 // Loader: queries(tile), step(tile, flags, index of this lane's key), end(), all called by all lanes of four warps.
-template <int kGroups, int kHeadDim, int kStep, typename Loader>
+template <int kGroups, int kHeadDim, int kStep, bool kTogether, typename Loader>
 DEVICE void walk_key_lists(const SparseTiles& p, Loader& loader, int warp, int lane) {
   for (int item = blockIdx.x; item < p.num_items; item += gridDim.x) {
     const Tile tile = tile_of<kGroups>(p, item);
@@ -313,8 +314,13 @@ DEVICE void walk_key_lists(const SparseTiles& p, Loader& loader, int warp, int l
       const int at = step * kStep + KeyGather<kHeadDim, kStep>::entry_of_lane(warp, lane);
       return at < count ? __ldg(list + at) : -1;
     };
-    loader.queries(tile);
     const int steps = max(1, (count + kStep - 1) / kStep);
+    if (kTogether && warp == 0 && lane == 0 && p.long_list < kNoKey) {
+      atomicAdd(p.counter, 1);
+      keep_together(p.counter, item, p.num_items, kTogetherTimes * steps);
+    }
+    __syncwarp();
+    loader.queries(tile);
     int index = load(0);
     for (int n = 0; n < steps; ++n) {
       const int ahead = load(n + 1);
@@ -323,4 +329,5 @@ DEVICE void walk_key_lists(const SparseTiles& p, Loader& loader, int warp, int l
     }
   }
   loader.end();
+  if (kTogether && warp == 0 && lane == 0 && p.long_list < kNoKey) leave(p.counter);
 }
