@@ -25,6 +25,8 @@ TOP_TOKENS = (32768, 110592)
 HEADS, VIDEO_HEADS, LIST_HEADS, TOP_HEADS = (64, 8), (24, 24), (128, 1), (7, 7)
 DIMS, LATENT_DIMS = (128, 128), (576, 512)
 LATENT_QUERIES, LATENT_KEYS, LATENT_HEADS, LATENT_TOPK = 4096, (32768, 65536, 131072), (64, 128), (512, 1024, 2048)
+OTHER_LATENT_HEADS = (8, 16, 32, 96)
+CAUSAL_LATENT_TOKENS = (4096, 8192, 16384)  # lists of all keys take 4 bytes a pair
 LATENT_SCALE = 192**-0.5  # of DeepSeek-V3's heads before absorption
 
 
@@ -192,6 +194,18 @@ def latent_keys(keys: int, heads: int, topk: int) -> Case:
     return Case(name, shape, (heads, 1), (1, 1), topk, attend, dims=LATENT_DIMS, indices=indices)
 
 
+def latent_causal(tokens: int, heads: int) -> Case:
+    """The same with a dense causal mask: each query lists itself and all before it."""
+    key = torch.arange(tokens, device="cuda", dtype=torch.int32)
+    indices = key.expand(tokens, tokens).where(key <= key[:, None], -1)[:, None]
+
+    def attend(q, kv, **options):
+        return latent_sparse_attention(q, kv, indices, softmax_scale=LATENT_SCALE, impl="ffa", **options)
+
+    seen = (tokens + 1) / 2
+    return Case("mla causal", (tokens, tokens), (heads, 1), (1, 1), seen, attend, dims=LATENT_DIMS, indices=indices)
+
+
 def dense(tokens: int) -> Case:
     mask = builders.full(tokens)
 
@@ -221,6 +235,10 @@ def cases(only: list[str], least: int, most: int) -> Iterator[Case]:
         makers.append(("index eighth", keys, partial(listed_keys, keys, None)))
     for keys, heads, topk in itertools.product(LATENT_KEYS, LATENT_HEADS, LATENT_TOPK):
         makers.append((f"mla top {topk}", keys, partial(latent_keys, keys, heads, topk)))
+    for keys, heads in itertools.product(LATENT_KEYS, OTHER_LATENT_HEADS):
+        makers.append(("mla heads", keys, partial(latent_keys, keys, heads, 2048)))
+    for tokens, heads in itertools.product(CAUSAL_LATENT_TOKENS, LATENT_HEADS):
+        makers.append(("mla causal", tokens, partial(latent_causal, tokens, heads)))
     for name, keys, make in makers:
         if least <= keys <= most and (not only or any(name.startswith(prefix) for prefix in only)):
             yield make()

@@ -288,3 +288,28 @@ def test_losses_of_convergence_runs_are_those_of_the_results():
         assert f"by {away[:, half].min():.4f} to {away[:, half].max():.4f} {words}" in text
     assert f"by at least {curves.band[0]:.4f} and {curves.band[1]:.4f}" in text
     assert [sentence.split()[0] for sentence in curves.failures] == ["magi_cp2_seed_2718"]
+
+
+SPARSE_ROWS = {
+    "blocks of 128 keys": ("sparse_blocks.csv", "blocks", "128"),
+    "blocks of 64 keys": ("sparse_blocks.csv", "blocks", "64"),
+    "single keys": ("sparse_index.csv", "index", "1"),
+    "2,048 single keys": ("sparse_index.csv", "index top 2048", "1"),
+    "512 single keys": ("sparse_index.csv", "index top 512", "1"),
+}
+
+
+def sparse_cell(row, with_ratio):
+    ratio = f" ({int(row['backward_tflops']) / int(row['forward_tflops']):.2f})" if with_ratio else ""
+    return f"{row['forward_tflops']} / {row['backward_tflops']}{ratio}"
+
+
+def test_rates_of_lists_are_those_of_the_results():
+    header, *lines = table("docs/performance.md", "lists of")
+    assert [name for name, *_ in lines] == list(SPARSE_ROWS)
+    for name, *cells in lines:
+        file, case, block = SPARSE_ROWS[name]
+        found = {r["keys"]: r for r in rows(file) if (r["case"], r["k_block"], r["provider"]) == (case, block, "ffa")}
+        for length, cell in zip(header[1:], cells, strict=True):
+            keys = str(1024 * int(length.split("k")[0]))
+            assert cell == sparse_cell(found[keys], with_ratio="(" in cell), (name, length)

@@ -319,3 +319,18 @@ def test_a_gradient_that_is_not_finite_is_named_where_asked_for():
     out, _ = index_sparse_attention(q, k, v, torch.zeros(10, 1, 2, dtype=torch.int64), sanity_check=True)
     with pytest.raises(ValueError, match=r"^dout: row 3 holds inf"):
         out.backward(torch.ones_like(out).index_fill(0, torch.tensor([3]), torch.inf))
+
+
+def test_a_key_that_no_query_lists_does_not_matter_where_a_list_has_gaps():
+    """Key 0 has no finite element, and neither has a query that lists nothing."""
+    found = []
+    for value in (0.0, torch.nan):
+        q, k, v = (x.detach().clone() for x in tensors(5, 30))
+        indices = torch.tensor([3, -1, 7, -1]).repeat(5, 2, 1)
+        indices[2] = -1
+        q[2], k[0], v[0] = value, value, value
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, _ = index_sparse_attention(*leaves, indices)
+        found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for without, with_nan in zip(*found, strict=True):
+        assert torch.equal(without, with_nan)

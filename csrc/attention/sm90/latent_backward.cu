@@ -3,28 +3,31 @@
 //
 // A producer warpgroup gathers a block of 64 keys (cp.async) into one buffer. The first consumer warpgroup computes
 // S = Q K^T and P, the second one dP = dO V^T and, with P from shared memory, dS. Then each computes half of the
-// columns of dQ += dS K, in registers, after which the buffer is free: the next keys arrive while both compute the
-// contribution to the gradient of the keys, dS^T Q, to which P^T dO is added in the columns of the values, 64 columns
-// at a time, and add it to fp32 sums in device memory. The last 64 are added beside S and dP of the next block.
+// columns of dQ += dS K, in registers, after which the buffer is free. The third one computes the contribution to the
+// gradient of the keys, dS^T Q, to which P^T dO is added in the columns of the values, 64 columns at a time, and adds
+// it to fp32 sums in device memory, which takes longest: so the other two are a block ahead, up to P.
 //
 // Compile-time: DTYPE (Bf16 or Fp16).
 
 #include "latent_tiles.cuh"
+#include "sums.cuh"
 
 using T = DTYPE;
 
 constexpr int kDim = kPanels * kPanel, kValues = kBehind * kPanel;
-constexpr int kRest = kPanel / 2;  // columns of a warpgroup behind the values
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-static_assert(kProducerRegisters + 2 * kConsumerRegisters == 3 * 168);
+constexpr int kRest = kPanel / 2;                      // columns of a warpgroup behind the values
+constexpr int kPart = 128, kParts = kColumns / kPart;  // columns of dQ in an instruction: 256 need too many registers
+constexpr int kProducerRegisters = 32, kConsumerRegisters = 208, kAdderRegisters = 64;
+static_assert(kProducerRegisters + 2 * kConsumerRegisters + kAdderRegisters == 4 * 128);
 
 // Named barriers. 0 is __syncthreads.
 enum NamedBarrier : u32 {
-  kProbsFree = 1,  // the second warpgroup has read P
+  kProbsFree = 1,  // the third warpgroup has read P and dS
   kProbsWritten,   // by the first one, which has also read dS of the block before
-  kDsWritten,      // by the second one
+  kDsWritten,      // by the second one, for the first
+  kBothWritten,    // P and dS, for the third one
 };
-constexpr u32 kConsumers = 2 * kWarpgroupThreads;
+constexpr u32 kPair = 2 * kWarpgroupThreads;  // threads of any two warpgroups
 
 struct LatentBackwardParams {
   TensorMap q, dout;
@@ -40,6 +43,8 @@ struct LatentBackwardParams {
   int topk, num_keys;
   int num_items, heads_kv, group, parts;  // group: query heads of a key head; parts: items of these
   float scale, scale_log2;
+  int clocks_together;  // of a block: as long an item waits for others to begin; 0: it does not
+  int* counter;         // two words; zero between launches, see leave()
 };
 
 struct Shared {
@@ -48,8 +53,8 @@ struct Shared {
   u16 k[kPanels][kWidth][kPanel];
   u16 p[64][kPanel], ds[64][kPanel];  // of a block
   alignas(16) Item item;
-  int head_kv;      // of the item
-  int key[kWidth];  // of the buffer; -1: none
+  int head_kv;         // of the item
+  int key[2][kWidth];  // of blocks in turn; -1: none
   u64 rows_full, rows_empty, full, empty;
 };
 
@@ -83,49 +88,43 @@ DEVICE void produce(const LatentBackwardParams& p, Shared& s, int warp, int lane
     const int* list = p.entries + item.row * p.entry_row + head_kv * p.entry_list;
     const int count = trimmed(list, p.topk, p.num_keys, lane);
     item.blocks = max(1, (count + kWidth - 1) / kWidth);
-    if (warp == 0 && lane == 0) load_rows(p, s, item, head_kv, rows_parity);
-    __syncwarp();
-    const u16* keys = p.kv + head_kv * p.kv_head + chunk * 8;
-#pragma unroll 1
-    for (int block = 0; block < item.blocks; ++block) {
-      const int entry = block * kWidth + slot;
-      int key = lane < 16 && entry < count ? __ldg(list + entry) : -1;
-      if (static_cast<u32>(key) >= static_cast<u32>(p.num_keys)) key = -1;
-#pragma unroll 1
-      for (int i = 0; i < 4; ++i) {  // lines of 128 bytes into the L2 cache: one for each thread, and the last
-        const int index = max(__shfl_sync(0xffffffffu, key, 4 * i + lane / 8), 0);
-        const u16* line = keys + index * p.kv_row + chunk * (kPanel - 8);
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-        if (chunk == 7) asm volatile("prefetch.global.L2 [%0];" ::"l"(line + kPanel));
+    if (warp == 0 && lane == 0) {
+      if (p.clocks_together) {
+        atomicAdd(p.counter, 1);
+        keep_together(p.counter, number, p.num_items, item.blocks, p.clocks_together);
       }
+      load_rows(p, s, item, head_kv, rows_parity);
+    }
+    __syncwarp();
+    const u16* keys = p.kv + head_kv * p.kv_head;
+    int first = 0;
+#pragma unroll 1
+    do {
+      int key = lane < 16 && first + slot < count ? __ldg(list + first + slot) : -1;
+      if (static_cast<u32>(key) >= static_cast<u32>(p.num_keys)) key = -1;
       barrier_wait(smem_address(&s.empty), parity ^ 1);
+      if (lane < 16) s.key[parity][slot] = key;
       parity ^= 1;
-      if (lane < 16) s.key[slot] = key;
       __syncwarp();
       if (lane == 0) barrier_arrive(smem_address(&s.full));
 #pragma unroll 1
       for (int i = 0; i < 4; ++i) {
-        const int index = max(__shfl_sync(0xffffffffu, key, 4 * i + lane / 8), 0);
-        const u16* from = keys + index * p.kv_row;
+        const u16* from =
+            key_at(keys, __shfl_sync(0xffffffffu, key, 4 * i + lane / 8), p.num_keys, p.kv_row, chunk * 8);
 #pragma unroll
         for (int j = 0; j < kPanels; ++j) copy_chunk(to + i * 16 * kPanelRowBytes + j * kPanelBytes, from + j * kPanel);
       }
       copies_arrive(smem_address(&s.full));
-    }
+      first += kWidth;
+    } while (first < count);
   }
-  if (warp == 0 && lane == 0) load_rows(p, s, {0, 0, 0, 0}, 0, rows_parity);
+  if (warp == 0 && lane == 0) {
+    load_rows(p, s, {0, 0, 0, 0}, 0, rows_parity);
+    if (p.clocks_together) leave(p.counter);
+  }
 }
 
 // ---- consumers ----
-
-// Predicated: in a branch ptxas would wait for the wgmmas in flight.
-DEVICE void add_global_v4(bool adds, float* p, float a, float b, float c, float d) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %0, 0;\n@adds red.global.add.v4.f32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
-          static_cast<int>(adds)),
-      "l"(p), "f"(a), "f"(b), "f"(c), "f"(d)
-      : "memory");
-}
 
 // acc[64 heads, kN] += dS[64 heads, 64 keys] K[64 keys, kN]
 template <int kN>
@@ -143,7 +142,15 @@ DEVICE void issue_part(float (&acc)[kN / 2], const Operand& x, const Operand& ro
     Wgmma<T, kN>::template ss<1, 1>(acc, x.at(rows_step(i)), rows.at(rows_step(i)), adds || i > 0);
 }
 
-// Of warpgroup kOwn: it has columns kOwn * kColumns to (kOwn + 1) * kColumns of the values, and half of those behind.
+// The next work item; waits for its rows. All of it is 0 if there is none.
+DEVICE Item next_item(Shared& s, u32& parity) {
+  barrier_wait(smem_address(&s.rows_full), parity);
+  parity ^= 1;
+  return {uniform(s.item.row), uniform(s.item.head), uniform(s.item.heads), uniform(s.item.blocks)};
+}
+
+// The first or second warpgroup: of dQ it has columns kOwn * kColumns to (kOwn + 1) * kColumns of the values, and half
+// of those behind.
 template <int kOwn>
 struct Consumer {
   const LatentBackwardParams& p;
@@ -152,8 +159,6 @@ struct Consumer {
   const u32 store_at;
   const Operand probs, ds;
   u32 parity = 0;
-  int key[2];             // of accumulator rows of a part of the gradient of keys
-  float* sums = nullptr;  // of the key head, from this thread's columns on
 
   DEVICE Consumer(const LatentBackwardParams& p, Shared& s, int warp, int lane)
       : p(p),
@@ -185,54 +190,33 @@ struct Consumer {
   // P of S. `lse` is in base 2; inf where all of P is 0.
   DEVICE void form_probs(float (&scores)[kWidth / 2], const float (&lse)[2]) {
     u32 packed[kWidth / 4];
-    const u32 seen[2] = {__ballot_sync(0xffffffffu, s.key[lane] >= 0),
-                         __ballot_sync(0xffffffffu, s.key[32 + lane] >= 0)};
+    const int* key = s.key[parity ^ 1];
+    const u32 seen[2] = {__ballot_sync(0xffffffffu, key[lane] >= 0), __ballot_sync(0xffffffffu, key[32 + lane] >= 0)};
     hide_unseen(scores, seen, lane);
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) scores[i] = exp2_fast(fmaf(scores[i], p.scale_log2, -lse[(i >> 1) & 1]));
     pack_pairs<T>(packed, scores);
-    named_sync(kProbsFree, kConsumers);
+    named_sync(kProbsFree, kPair);
     store(smem_address(s.p), packed);
-    named_arrive(kProbsWritten, kConsumers);
+    named_arrive(kProbsWritten, kPair);
   }
 
   // dS, times the softmax scale, of dP.
   DEVICE void form_ds(const float (&scores)[kWidth / 2], const float (&delta)[2]) {
-    u32 packed[kWidth / 4];
-    named_sync(kProbsWritten, kConsumers);
+    named_sync(kProbsWritten, kPair);
 #pragma unroll
-    for (int i = 0; i < kWidth / 16; ++i) load_matrices_x4(smem_address(s.p) + (store_at ^ (i << 5)), packed + 4 * i);
+    for (int i = 0; i < kWidth / 16; ++i) {
+      u32 x[4];
+      load_matrices_x4(smem_address(s.p) + (store_at ^ (i << 5)), x);
 #pragma unroll
-    for (int i = 0; i < kWidth / 4; ++i) {
-      const float x = p.scale * (scores[2 * i] - delta[i & 1]), y = p.scale * (scores[2 * i + 1] - delta[i & 1]);
-      packed[i] = T::pack(T::low(packed[i]) * x, T::high(packed[i]) * y);
-    }
-    store(smem_address(s.ds), packed);
-  }
-
-  DEVICE void issue_values_part(float (&part)[kPanel / 2], int i) const {
-    const int panel = kOwn * kHalf + i;
-    wgmma_fence();
-    issue_part<kPanel>(part, ds, Operand(smem_address(s.q[panel]), kPanelBytes), false);
-    issue_part<kPanel>(part, probs, Operand(smem_address(s.dout[panel]), kPanelBytes), true);
-    wgmma_commit();
-  }
-
-  template <int kN>
-  DEVICE void add(const float (&part)[kN / 2], int column) const {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float* to = sums + static_cast<i64>(key[r]) * kDim + column;
-#pragma unroll
-      for (int j = 0; j < kN / 16; ++j) {
-        const float* x = part + 8 * j + 2 * r;
-        add_global_v4(key[r] >= 0, to + 16 * j, x[0], x[1], x[4], x[5]);
+      for (int j = 0; j < 4; ++j) {
+        const float* dp = scores + 8 * i + 2 * j;
+        const float d = delta[j & 1];
+        x[j] = T::pack(T::low(x[j]) * (p.scale * (dp[0] - d)), T::high(x[j]) * (p.scale * (dp[1] - d)));
       }
+      store_matrices_x4(smem_address(s.ds) + (store_at ^ (i << 5)), x[0], x[1], x[2], x[3]);
     }
-  }
-
-  DEVICE void add_values(const float (&part)[kPanel / 2], int i) const {
-    add<kPanel>(part, (kOwn * kHalf + i) * kPanel);
+    fence_async_proxy();
   }
 
   template <int kN>
@@ -273,90 +257,133 @@ struct Consumer {
   }
 
   DEVICE void attend(const Item& item) {
-    float dq[kColumns / 2], dq_rest[kRest / 2], stats[2], last[kPanel / 2];
+    float dq[kParts][kPart / 2], dq_rest[kRest / 2], stats[2];
 #pragma unroll
-    for (int i = 0; i < kPanel / 2; ++i) last[i] = 0.f;
-    key[0] = key[1] = -1;
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) dq[i] = 0.f;
+    for (int i = 0; i < kParts * kPart / 2; ++i) dq[i / (kPart / 2)][i % (kPart / 2)] = 0.f;
 #pragma unroll
     for (int i = 0; i < kRest / 2; ++i) dq_rest[i] = 0.f;
     load_stats(stats, item);
 #pragma unroll 1
     for (int block = 0; block < item.blocks; ++block) {
-      float scores[kWidth / 2], rest[kRest / 2];
+      float scores[kWidth / 2];
       issue_logits(scores);
-      add_values(last, 3);
-      key[0] = s.key[row], key[1] = s.key[row + 8];
       wgmma_wait<0>();
       fence_operand(scores);
-      if constexpr (kOwn == 0)
+      if constexpr (kOwn == 0) {
         form_probs(scores, stats);
-      else
+      } else {
         form_ds(scores, stats);
-      named_sync(kDsWritten, kConsumers);
-
+        named_arrive(kBothWritten, kPair);
+      }
+      named_sync(kDsWritten, kPair);
       wgmma_fence();
-      issue_dq<kColumns>(dq, ds, Operand(smem_address(s.k[kOwn * kHalf]), kPanelBytes));
+#pragma unroll
+      for (int i = 0; i < kParts; ++i)
+        issue_dq<kPart>(dq[i], ds, Operand(smem_address(s.k[kOwn * kHalf + i * kPart / kPanel]), kPanelBytes));
       issue_dq<kRest>(dq_rest, ds, Operand(smem_address(s.k[kBehind]) + kOwn * kRest * 2, kPanelBytes));
       wgmma_commit();
-      wgmma_fence();
-      issue_part<kRest>(rest, ds, Operand(smem_address(s.q[kBehind]) + kOwn * kRest * 2, kPanelBytes), false);
-      wgmma_commit();
-      wgmma_wait<1>();
-      fence_operand(dq);
+      wgmma_wait<0>();
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) fence_operand(dq[i]);
       fence_operand(dq_rest);
       release(s.empty, lane);
-      float first[kPanel / 2];
-      issue_values_part(first, 0);
-      wgmma_wait<1>();
-      fence_operand(rest);
-      add<kRest>(rest, kValues + kOwn * kRest);
-      wgmma_wait<0>();
-      fence_operand(first);
-      add_values(first, 0);
-#pragma unroll
-      for (int i = 1; i < kHalf; ++i) {
-        float part[kPanel / 2];
-        issue_values_part(part, i);
-        wgmma_wait<0>();
-        fence_operand(part);
-        if (i < 3)
-          add_values(part, i);
-        else
-#pragma unroll
-          for (int j = 0; j < kPanel / 2; ++j) last[j] = part[j];
-      }
-      if constexpr (kOwn == 1) named_arrive(kProbsFree, kConsumers);
     }
     release(s.rows_empty, lane);
-    add_values(last, 3);
-    store_dq<kColumns>(dq, item, kOwn * kColumns);
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) store_dq<kPart>(dq[i], item, kOwn * kColumns + i * kPart);
     store_dq<kRest>(dq_rest, item, kValues + kOwn * kRest);
   }
 
   DEVICE void run() {
     u32 rows_parity = 0;
-    if constexpr (kOwn == 1) named_arrive(kProbsFree, kConsumers);
 #pragma unroll 1
     while (true) {
-      barrier_wait(smem_address(&s.rows_full), rows_parity);
-      const Item item = {uniform(s.item.row), uniform(s.item.head), uniform(s.item.heads), uniform(s.item.blocks)};
+      const Item item = next_item(s, rows_parity);
       if (item.blocks == 0) break;
-      sums = p.sums + static_cast<i64>(uniform(s.head_kv)) * p.num_keys * kDim + 4 * (lane % 4);
       attend(item);
-      rows_parity ^= 1;
     }
-    if constexpr (kOwn == 0) named_sync(kProbsFree, kConsumers);  // the last arrival
+    if constexpr (kOwn == 0) named_sync(kProbsFree, kPair);  // the last arrival
   }
 };
 
-extern "C" __global__ void __launch_bounds__(3 * kWarpgroupThreads, 1)
+// The third warpgroup.
+struct Adder {
+  const LatentBackwardParams& p;
+  Shared& s;
+  const int lane, row;  // of this thread: its first accumulator row
+  const Operand probs, ds;
+  u32 parity = 0;
+  int key[2][2];          // of its rows, and those of the lane with which it exchanges: of the even one, of the odd one
+  float* sums = nullptr;  // of the key head
+  const u64 policy = evict_last();
+
+  DEVICE Adder(const LatentBackwardParams& p, Shared& s, int warp, int lane)
+      : p(p), s(s), lane(lane), row(warp * 16 + lane / 4), probs(smem_address(s.p)), ds(smem_address(s.ds)) {}
+
+  // Columns of half a panel.
+  DEVICE void issue(float (&part)[kRest / 2], int half) const {
+    const u32 offset = half % 2 * kRest * 2;
+    wgmma_fence();
+    issue_part<kRest>(part, ds, Operand(smem_address(s.q[half / 2]) + offset, kPanelBytes), false);
+    if (half < 2 * kBehind)
+      issue_part<kRest>(part, probs, Operand(smem_address(s.dout[half / 2]) + offset, kPanelBytes), true);
+    wgmma_commit();
+  }
+
+  DEVICE void add(const float (&part)[kRest / 2], int half) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) add_lines(sums + half * kRest, kDim, key[r], part + 2 * r, lane, policy);
+  }
+
+  DEVICE void add_block(bool last) {
+    float even[kRest / 2], odd[kRest / 2];
+    named_sync(kBothWritten, kPair);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) key[i / 2][i % 2] = s.key[parity][(row & ~1) + i / 2 * 8 + i % 2];
+    parity ^= 1;
+    issue(even, 0);
+#pragma unroll
+    for (int half = 0; half < 2 * kPanels - 2; half += 2) {
+      issue(odd, half + 1);
+      wgmma_wait<1>();
+      fence_operand(even);
+      add(even, half);
+      issue(even, half + 2);
+      wgmma_wait<1>();
+      fence_operand(odd);
+      add(odd, half + 1);
+    }
+    issue(odd, 2 * kPanels - 1);
+    wgmma_wait<1>();
+    fence_operand(even);
+    add(even, 2 * kPanels - 2);
+    wgmma_wait<0>();
+    fence_operand(odd);
+    named_arrive(kProbsFree, kPair);
+    if (last) release(s.rows_empty, lane);
+    add(odd, 2 * kPanels - 1);
+  }
+
+  DEVICE void run() {
+    u32 rows_parity = 0;
+    named_arrive(kProbsFree, kPair);
+#pragma unroll 1
+    while (true) {
+      const Item item = next_item(s, rows_parity);
+      if (item.blocks == 0) break;
+      sums = p.sums + static_cast<i64>(uniform(s.head_kv)) * p.num_keys * kDim;
+#pragma unroll 1
+      for (int block = 0; block < item.blocks; ++block) add_block(block + 1 == item.blocks);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(4 * kWarpgroupThreads, 1)
     ffa_latent_backward(const __grid_constant__ LatentBackwardParams p) {
   extern __shared__ __align__(kSwizzleAtomBytes) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
-    init_buffer(s.rows_full, s.rows_empty, 8);
+    init_buffer(s.rows_full, s.rows_empty, 12);
     barrier_init(smem_address(&s.full), kWarpgroupThreads + 4);
     barrier_init(smem_address(&s.empty), 8);
     barrier_init_fence();
@@ -368,6 +395,9 @@ extern "C" __global__ void __launch_bounds__(3 * kWarpgroupThreads, 1)
   if (warpgroup == 0) {
     registers_shrink<kProducerRegisters>();
     produce(p, s, warp, lane);
+  } else if (warpgroup == 3) {
+    registers_shrink<kAdderRegisters>();
+    Adder(p, s, warp, lane).run();
   } else {
     registers_grow<kConsumerRegisters>();
     if (warpgroup == 1)

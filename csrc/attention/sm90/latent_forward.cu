@@ -67,10 +67,7 @@ struct Gather {
 
   DEVICE void aim(const LatentForwardParams& p, const u16* keys) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const bool seen = static_cast<u32>(index[i]) < static_cast<u32>(p.num_keys);
-      at[i] = keys + (seen ? index[i] : 0) * p.kv_row + chunk * 8;
-    }
+    for (int i = 0; i < kRows; ++i) at[i] = key_at(keys, index[i], p.num_keys, p.kv_row, chunk * 8);
   }
 
   template <int kCount>

@@ -24,6 +24,12 @@ DEVICE Item item_of(const Params& p, int number, int& head_kv) {
   return {rest / p.heads_kv, head_kv * p.group + part * 64, min(64, p.group - part * 64), 0};
 }
 
+// Elements of a key from `column` on; zeros if there is no such key.
+DEVICE const u16* key_at(const u16* keys, int index, int num_keys, i64 stride, int column) {
+  const bool seen = static_cast<u32>(index) < static_cast<u32>(num_keys);
+  return (seen ? keys + index * stride : reinterpret_cast<const u16*>(absent_row)) + column;
+}
+
 // Copies 16 bytes, and has what is around them brought into the L2 cache.
 DEVICE void copy_chunk(u32 smem, const u16* global) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");

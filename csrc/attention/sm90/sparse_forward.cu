@@ -156,7 +156,7 @@ struct Loader {
 DEVICE void produce(const SparseForwardParams& p, Shared& s, int warp, int lane) {
   Loader loader{p, s, warp, lane};
 #if INDEXED
-  walk_key_lists<kGroups, kHeadDim, kStep>(p.tiles, loader, warp, lane);
+  walk_key_lists<kGroups, kHeadDim, kStep, false>(p.tiles, loader, warp, lane);
 #else
   if (warp == 0) walk_block_lists<kGroups, kStep>(p.tiles, loader, lane);
 #endif

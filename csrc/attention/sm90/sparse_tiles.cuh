@@ -12,8 +12,13 @@
 #include "sparse_offsets.cuh"
 #include "tiles.cuh"
 
-constexpr int kPiece = 64;       // contiguous keys in a step of a list of blocks
-constexpr int kNoKey = 1 << 30;  // past all keys, hence masked
+constexpr int kPiece = 64;             // contiguous keys in a step of a list of blocks
+constexpr int kNoKey = 1 << 30;        // past all keys, hence masked
+constexpr int kClocksTogether = 4096;  // of a step of single keys: as long a tile waits for others to begin
+
+// Copied in place of keys that are none: 0 times what another row holds would not be 0 if that is not finite.
+__device__ uint4 absent_row[576 / 8];
+
 // Arrivals that fill a buffer of keys: by TMA one; of single keys those of all copying lanes, and of four warps for the
 // description.
 template <bool kIndexed>
@@ -162,14 +167,14 @@ struct Pieces {
   }
 };
 
-// Loads pieces into swizzled panels; `keys`: the first of each.
+// Loads pieces into swizzled panels; `keys`: the first of each. From kNoKey on TMA fills in zeros.
 template <int kHeadDim, int kStep>
 DEVICE void load_pieces(const TensorMap* map, u32 smem, const int4& keys, int head_kv, u32 bar) {
   const int first[2] = {keys.x, keys.y};
 #pragma unroll
   for (int i = 0; i < kStep / kPiece; ++i)
-    load_panels<kHeadDim / kPanel>(map, smem + i * kPiece * kPanelRowBytes, kStep * kPanelRowBytes,
-                                   first[i] == kNoKey ? 0 : first[i], head_kv, bar);
+    load_panels<kHeadDim / kPanel>(map, smem + i * kPiece * kPanelRowBytes, kStep * kPanelRowBytes, first[i], head_kv,
+                                   bar);
 }
 
 // Loader: queries(tile), step(tile, flags, first key of each piece), end(), all called by all lanes of the warp.
@@ -260,8 +265,10 @@ struct KeyGather {
       const int4 rows = four[i / 4];
       const int row[4] = {rows.x, rows.y, rows.z, rows.w};
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        copy_async(to + (i + j) * kUnits * kPanelRowBytes, column + static_cast<i64>(max(row[j], 0)) * row_stride);
+      for (int j = 0; j < 4; ++j) {
+        const u16* from = column + static_cast<i64>(row[j]) * row_stride;
+        copy_async(to + (i + j) * kUnits * kPanelRowBytes, row[j] < 0 ? reinterpret_cast<u16*>(absent_row) : from);
+      }
     }
   }
 
@@ -296,7 +303,7 @@ DEVICE int trimmed(const int* list, int count, int num_keys, int lane) {
 }
 
 // Loader: queries(tile), step(tile, flags, index of this lane's key), end(), all called by all lanes of four warps.
-template <int kGroups, int kHeadDim, int kStep, typename Loader>
+template <int kGroups, int kHeadDim, int kStep, bool kTogether, typename Loader>
 DEVICE void walk_key_lists(const SparseTiles& p, Loader& loader, int warp, int lane) {
   for (int item = blockIdx.x; item < p.num_items; item += gridDim.x) {
     const Tile tile = tile_of<kGroups>(p, item);
@@ -307,8 +314,13 @@ DEVICE void walk_key_lists(const SparseTiles& p, Loader& loader, int warp, int l
       const int at = step * kStep + KeyGather<kHeadDim, kStep>::entry_of_lane(warp, lane);
       return at < count ? __ldg(list + at) : -1;
     };
-    loader.queries(tile);
     const int steps = max(1, (count + kStep - 1) / kStep);
+    if (kTogether && warp == 0 && lane == 0 && p.long_list < kNoKey) {
+      atomicAdd(p.counter, 1);
+      keep_together(p.counter, item, p.num_items, steps, kClocksTogether);
+    }
+    __syncwarp();
+    loader.queries(tile);
     int index = load(0);
     for (int n = 0; n < steps; ++n) {
       const int ahead = load(n + 1);
@@ -317,4 +329,5 @@ DEVICE void walk_key_lists(const SparseTiles& p, Loader& loader, int warp, int l
     }
   }
   loader.end();
+  if (kTogether && warp == 0 && lane == 0 && p.long_list < kNoKey) leave(p.counter);
 }

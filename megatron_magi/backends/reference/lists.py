@@ -26,7 +26,7 @@ class _Chunk(NamedTuple):
         rows: which queries.
         key: numbers of keys, ``[num_heads_kv, rows, topk]``; 0 where there is none.
         there: whether there is one, ``[num_heads_kv, rows, 1, topk]``.
-        keys, values: ``[num_heads_kv, rows, topk, head_dim]``.
+        keys, values: ``[num_heads_kv, rows, topk, head_dim]``; zeros where there is none, as key 0 may not be finite.
     """
 
     rows: slice
@@ -34,6 +34,10 @@ class _Chunk(NamedTuple):
     there: Tensor
     keys: Tensor
     values: Tensor
+
+    def of_keys(self, rows: Tensor) -> Tensor:
+        """``[num_heads_kv, rows, topk, ...]`` with zeros where there is no key."""
+        return rows.masked_fill(~self.there.transpose(2, 3), 0)
 
     def grouped(self, x: Tensor) -> Tensor:
         """``[num_rows, num_heads_q, ...]`` as ``[num_heads_kv, rows, heads of a key head, ...]``."""
@@ -52,7 +56,8 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, pattern: SparsePattern) -> Iterator
         there = (listed >= 0) & (listed < num_keys)
         key = listed.where(there, 0).expand(heads_kv, -1, -1)
         there = there.expand_as(key)[:, :, None]
-        yield _Chunk(slice(first, first + step), key, there, *(x[key, head].to(dtype) for x in (k, v)))
+        rows = (x[key, head].to(dtype).masked_fill(~there.transpose(2, 3), 0) for x in (k, v))
+        yield _Chunk(slice(first, first + step), key, there, *rows)
 
 
 def forward(
@@ -95,8 +100,8 @@ def backward(inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: floa
         ds = p * (grad @ chunk.values.transpose(2, 3) - chunk.grouped(delta)[..., None]) * softmax_scale
         dq.append((ds @ chunk.keys).transpose(0, 1).flatten(1, 2).to(q.dtype))
         places = (chunk.key * k.shape[1] + head).flatten()
-        _add_rows(dk, places, ds.transpose(2, 3) @ query)
-        _add_rows(dv, places, p.transpose(2, 3) @ grad)
+        _add_rows(dk, places, chunk.of_keys(ds.transpose(2, 3) @ query))
+        _add_rows(dv, places, chunk.of_keys(p.transpose(2, 3) @ grad))
     return torch.cat(dq), dk, dv
 
 

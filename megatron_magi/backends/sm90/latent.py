@@ -13,7 +13,7 @@ from megatron_magi.backends.base import check_support, with_output
 from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.sparse_kernels import LATENT_DIMS, latent_backward_kernel, latent_kernel, readable
 from megatron_magi.backends.sm90.sparse_lists import lists_of
-from megatron_magi.backends.sm90.support import LOG2_E, in_dtype, kernels_exist, sm_count
+from megatron_magi.backends.sm90.support import LOG2_E, in_dtype, kernels_exist, launch_counter, sm_count
 from megatron_magi.backends.sm90.support import why_not as why_no_kernels
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
@@ -23,6 +23,11 @@ from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 _ANY_DIMS = (64, 64)
 _HEADS = 64
 """Query heads of a tile."""
+_BYTES_APART = 96 << 20
+"""Sums of the gradient of keys up to which streaming multiprocessors begin items on their own. Where they are larger
+and items begin together, their lists, which ascend, reach the same keys at about the same time."""
+_CLOCKS_TOGETHER = 4096
+"""Of a block of 64 keys: as long an item waits for others to begin, which is about as long as it takes."""
 
 
 backward_dtypes = (torch.bfloat16,)
@@ -100,6 +105,7 @@ def backward(inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: floa
             delta_row=delta.stride(0), delta_head=delta.stride(1), dq_row=dq.stride(0), dq_head=dq.stride(1),
             topk=entries.shape[2], num_keys=kv.shape[0], num_items=num_items, heads_kv=kv.shape[1], group=group,
             parts=parts, scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
+            clocks_together=_CLOCKS_TOGETHER if 4 * sums.numel() > _BYTES_APART else 0,
         )  # fmt: skip
         grid = min(num_items, sm_count(q.device))
         return Launch(latent_backward_kernel(q.device, q.dtype), grid, params, ((q, 1, _HEADS), (dout, 1, _HEADS)))
@@ -108,14 +114,15 @@ def backward(inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: floa
         "latent_backward", q.device, q.dtype, softmax_scale, pattern.num_lists, q.shape, q.stride(), kv.shape,
         kv.stride(), entries.shape, entries.stride(), dout.stride(), lse.stride(), delta.stride(),
     )  # fmt: skip
-    launch = prepared(key, make)
+    stream = current_stream(q.device)
+    launch, counter = prepared(key, make), launch_counter(q.device, stream)
     with launch.lock:
         launch.point_maps(q.data_ptr(), dout.data_ptr())
         params = launch.params
         params.kv, params.entries = kv.data_ptr(), entries.data_ptr()
         params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
-        params.dq, params.sums = dq.data_ptr(), sums.data_ptr()
-        launch.fire(current_stream(q.device))
+        params.dq, params.sums, params.counter = dq.data_ptr(), sums.data_ptr(), counter.data_ptr()
+        launch.fire(stream)
     return dq, _in_order(sums, q.dtype)
 
 

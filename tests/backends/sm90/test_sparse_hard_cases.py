@@ -247,3 +247,29 @@ def test_queries_past_2_to_the_31_reach_their_place(k_block):
     torch.cuda.empty_cache()  # other processes may use the device
     for got, want in zip(*found, strict=True):
         assert float((got - want).float().norm()) <= 2e-2 * float(want.float().norm())
+
+
+@pytest.mark.parametrize("impl", ["ffa", "triton"])
+@pytest.mark.parametrize("k_block", KEY_BLOCKS)
+def test_keys_that_no_query_lists_do_not_matter_where_lists_have_gaps(k_block, impl):
+    """The keys of the first block have no finite element; lists are short, odd, empty, or have gaps."""
+    generator = torch.Generator().manual_seed(0)
+    columns = num_blocks(900, k_block)
+    entries = torch.randint(1, columns, (70, 2, 3), generator=generator)
+    entries = entries.where(torch.rand(entries.shape, generator=generator) < 0.7, -1).cuda()
+    repeats = k_block > 1 or impl == "triton"  # a scale of integer sums is made of all values
+    found = []
+    for value in (0.0, torch.nan):
+        x = make_case(lists_pattern(entries, 1, k_block), 70, 900, (16, 2))
+        x.k[:k_block], x.v[:k_block] = value, value
+        leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+        options = {"deterministic": repeats, "impl": impl}
+        if k_block == 1:
+            out, _ = index_sparse_attention(*leaves, entries, **options)
+        else:
+            blocks = {"q_block_size": 1, "k_block_size": k_block}
+            out, _ = block_sparse_attention(*leaves, entries.transpose(0, 1), **blocks, **options)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, x.dout)])
+    for without, with_nan in zip(*found, strict=True):
+        most = 0 if repeats else 2e-2
+        torch.testing.assert_close(with_nan, without, rtol=most, atol=most)
