@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -23,10 +22,6 @@ from megatron_magi.operands.sparse_pattern import num_blocks
 LOG2_E = math.log2(math.e)
 _MOST_STRIDE = 1 << 21
 """Strides of rows up to here: offsets inside a block of 256 rows are of 32 bits."""
-_ALIGNMENT = 16
-"""Bytes, of what the tensor memory accelerator copies."""
-_COPIES = _ALIGNMENT // 4
-"""Of lse and delta, so that from each row on one of them is aligned."""
 _ROWS, _HEADS = 64, 16
 """Rows, and heads, of a program of the kernels over rows."""
 
@@ -37,14 +32,6 @@ def kernels() -> ModuleType:
     from megatron_magi.backends.triton import kernels as module
 
     return module
-
-
-@cache
-def descriptors() -> Callable[..., Any]:
-    """Makes descriptors of tensors, likewise."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor
 
 
 @cache
@@ -121,67 +108,35 @@ def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, gr
     q, k, v, dout = (readable(x) for x in (q, k, v, dout.to(q.dtype)))
     num_rows, num_keys = q.shape[0], k.shape[0]
     scale, cap = _logit_factors(options)
-    of_queries, of_keys = (_launch(kernel, q, k, v, bands, options) for kernel in ("query_gradient", "key_gradient"))
-    described = of_keys[0].described and num_rows > 0
-    if described:
-        q, dout = _describable(q), _describable(dout)
     strides = [s for x in (q, k, v, dout) for s in x.stride()[:2]]
-    lse, delta = _by_head(lse, delta, _COPIES if described else 1)
-    stats_head = lse.stride(0)
-    found, tables = of_queries
+    common = (q, k, v, dout, *_by_head(lse, delta))
+    found, tables = _launch("query_gradient", q, k, v, bands, options)
     if tables is not None:
         kernels().query_gradient_kernel[(tables.tiles.shape[0] * q.shape[1],)](
-            q, k, v, dout, lse, delta, grads.dq, tables.tiles, tables.passes, tables.bounds, num_rows, num_keys,
-            q.shape[1], stats_head, *strides, *grads.dq.stride()[:2], scale, cap, options.softmax_scale,
+            *common, grads.dq, tables.tiles, tables.passes, tables.bounds, num_rows, num_keys, q.shape[1],
+            *strides, *grads.dq.stride()[:2], scale, cap, options.softmax_scale,
             **_shape(q, k, v, found), CAPPED=bool(options.softcap), ADDS=grads.accumulate_dq,
         )  # fmt: skip
-    found, tables = of_keys
+    found, tables = _launch("key_gradient", q, k, v, bands, options)
     if tables is not None:
-        read: tuple[Any, ...] = (q, dout, lse, delta)
-        if described:
-            read = tuple(_descriptor(x, found.columns) for x in read)
         kernels().key_gradient_kernel[(tables.tiles.shape[0] * k.shape[1],)](
-            read[0], k, v, *read[1:], grads.dk, grads.dv, tables.tiles, tables.passes, tables.bounds, num_rows,
-            k.shape[1], stats_head, *strides, *grads.dk.stride()[:2], *grads.dv.stride()[:2], scale, cap,
-            options.softmax_scale, **_shape(q, k, v, found), CAPPED=bool(options.softcap),
-            ADDS=grads.accumulate_keys, DESCRIBED=described,
+            *common, grads.dk, grads.dv, tables.tiles, tables.passes, tables.bounds, num_rows, k.shape[1],
+            *strides, *grads.dk.stride()[:2], *grads.dv.stride()[:2], scale, cap, options.softmax_scale,
+            **_shape(q, k, v, found), CAPPED=bool(options.softcap), ADDS=grads.accumulate_keys,
         )  # fmt: skip
 
 
-def _by_head(lse: Tensor, delta: Tensor, copies: int = 1) -> tuple[Tensor, Tensor]:
-    """lse, as kernels of the backward read it, and delta: fp32 ``[copies * num_heads, num_rows]``.
-
-    Of several copies, the second begins with the second row, and so on; heads are aligned.
-    """
+def _by_head(lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """lse, as kernels of the backward read it, and delta: fp32 ``[num_heads, num_rows]``."""
     num_rows, num_heads = lse.shape
-    room = num_rows if copies == 1 else _padded_rows(num_rows)
     # Not one tensor for both: the second's alignment, for which kernels are compiled, would be that of a length.
-    made = [torch.empty((copies * num_heads, room), dtype=torch.float32, device=lse.device) for _ in range(2)]
+    made = [torch.empty((num_heads, num_rows), dtype=torch.float32, device=lse.device) for _ in range(2)]
     if lse.numel():
         heads = num_blocks(num_heads, _HEADS)
         row_kernels().by_head_kernel[(num_blocks(num_rows, _ROWS) * heads,)](
-            lse, delta, *made, num_rows, num_heads, heads, room, *lse.stride(), *delta.stride(),
-            ROWS=_ROWS, HEADS=_HEADS, COPIES=copies,
+            lse, delta, *made, num_rows, num_heads, heads, *lse.stride(), *delta.stride(), ROWS=_ROWS, HEADS=_HEADS,
         )  # fmt: skip
-    return made[0][:, :num_rows], made[1][:, :num_rows]
-
-
-def _padded_rows(num_rows: int) -> int:
-    """Elements of fp32 between heads that are aligned to `_ALIGNMENT`."""
-    return -(-num_rows * 4 // _ALIGNMENT) * _ALIGNMENT // 4
-
-
-def _describable(x: Tensor) -> Tensor:
-    """The tensor, or a copy that descriptors can describe: all rows and heads aligned."""
-    row, head, _ = x.stride()
-    aligned = all(n * x.element_size() % _ALIGNMENT == 0 for n in (row, head)) and x.data_ptr() % _ALIGNMENT == 0
-    return x if aligned and row > 0 and head > 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _descriptor(x: Tensor, columns: int) -> Any:
-    """Of blocks of rows of q and dout, ``[num_rows, num_heads, dim]``, or of lse and delta, ``[heads, num_rows]``."""
-    block = [columns, 1, x.shape[2]] if x.dim() == 3 else [1, columns]
-    return descriptors()(x, [*x.shape], [*x.stride()], block)
+    return made[0], made[1]
 
 
 @cache

@@ -23,34 +23,19 @@ def row_delta_kernel(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_rows",
-        "num_heads",
-        "head_blocks",
-        "stats_head",
-        "lse_row",
-        "lse_head",
-        "delta_row",
-        "delta_head",
-    ]
+    do_not_specialize=["num_rows", "num_heads", "head_blocks", "lse_row", "lse_head", "delta_row", "delta_head"]
 )
 def by_head_kernel(
-    lse, delta, out_lse, out_delta, num_rows, num_heads, head_blocks, stats_head, lse_row, lse_head, delta_row,
-    delta_head, ROWS: tl.constexpr, HEADS: tl.constexpr, COPIES: tl.constexpr,
+    lse, delta, out_lse, out_delta, num_rows, num_heads, head_blocks, lse_row, lse_head, delta_row, delta_head,
+    ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Writes lse, in base 2 and 0 of rows that see nothing, and delta as ``[COPIES, num_heads, num_rows]``.
-
-    From one head to the next are ``stats_head`` elements. Copy c begins with row c, and has c times 0 at its end.
-    """
+    """Writes lse, in base 2 and 0 of rows that see nothing, and delta as ``[num_heads, num_rows]``."""
     rows = tl.program_id(0) // head_blocks * ROWS + tl.arange(0, ROWS)
     heads = tl.program_id(0) % head_blocks * HEADS + tl.arange(0, HEADS)
     there = (rows < num_rows)[:, None] & (heads < num_heads)[None, :]
     i, j = tl.cast(rows, tl.int64)[:, None], tl.cast(heads, tl.int64)[None, :]
-    for copy in tl.static_range(COPIES):
-        seen = (rows + copy < num_rows)[:, None] & (heads < num_heads)[None, :]
-        row_lse = tl.load(lse + (i + copy) * lse_row + j * lse_head, mask=seen, other=0.0).to(tl.float32)
-        row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse * LOG2_E)
-        row_delta = tl.load(delta + (i + copy) * delta_row + j * delta_head, mask=seen, other=0.0).to(tl.float32)
-        at = (copy * num_heads + j) * stats_head + i
-        tl.store(out_lse + at, row_lse, mask=there)
-        tl.store(out_delta + at, row_delta, mask=there)
+    row_lse = tl.load(lse + i * lse_row + j * lse_head, mask=there, other=0.0).to(tl.float32)
+    row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse * LOG2_E)
+    row_delta = tl.load(delta + i * delta_row + j * delta_head, mask=there, other=0.0).to(tl.float32)
+    tl.store(out_lse + j * num_rows + i, row_lse, mask=there)
+    tl.store(out_delta + j * num_rows + i, row_delta, mask=there)

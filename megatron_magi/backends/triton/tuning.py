@@ -50,14 +50,12 @@ class Sizes(NamedTuple):
         columns: of a block: keys, or queries.
         warps: of a program.
         stages: blocks that are loaded at a time.
-        described: whether blocks are loaded by descriptors, as the tensor memory accelerator takes them.
     """
 
     rows: int
     columns: int
     warps: int
     stages: int
-    described: bool = False
 
 
 def padded(dim: int) -> int:
@@ -75,8 +73,6 @@ def sizes(kernel: Kernel, kind: Kind, dims: tuple[int, int], itemsize: int, *, c
     """
     width = _width(dims)
     found = (_FP32 if itemsize == 4 else _SIZES[kind])[kernel][width]
-    if itemsize == 2:
-        found = _DESCRIBED.get((kind, kernel, dims), found)
     if capped and itemsize == 2:
         found = found._replace(warps=_CAPPED_WARPS.get((kind, kernel, width), found.warps))
     return found
@@ -138,10 +134,6 @@ _HOPPER: dict[Kernel, dict[int, Sizes]] = {
 _SIZES: dict[Kind, dict[Kernel, dict[int, Sizes]]] = {
     "small": _SMALL, "medium": _LARGE, "large": _LARGE, "hopper": _HOPPER,
 }  # fmt: skip
-_DESCRIBED: dict[tuple[Kind, Kernel, tuple[int, int]], Sizes] = {
-    # By head dims. Loads of single threads need addresses, for which blocks of 64 leave no registers.
-    ("hopper", "key_gradient", (128, 128)): Sizes(64, 64, 4, 2, described=True),
-}
 _CAPPED_WARPS: dict[tuple[Kind, Kernel, int], int] = {
     # With 4 warps, the fastest without softcap, 296 bytes of registers a thread are spilled, with 8 none.
     ("hopper", "key_gradient", 128): 8,

@@ -60,7 +60,6 @@ def usage(
         "GROUP": 4, "DK": dims[0], "DV": dims[1], "PAD_K": padded(dims[0]), "PAD_V": padded(dims[1]),
         "ROWS": found.rows, "COLUMNS": found.columns, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "CAPPED": special, "HAS_SINK": special, "MERGES": special, "KEEPS_MAX": special, "ADDS": special,
-        "DESCRIBED": found.described,
     }  # fmt: skip
     return _usage(_FUNCTIONS[kernel], constants, capability, dtype, found)
 
@@ -70,7 +69,7 @@ def row_usage(capability: tuple[int, int]) -> list[Usage]:
     room = Sizes(64, 1, 4, 3)
     return [
         _usage(row_kernels.row_delta_kernel, {"DV": 256, "PAD_V": 256, "ROWS": 64}, capability, torch.float32, room),
-        _usage(row_kernels.by_head_kernel, {"ROWS": 64, "HEADS": 16, "COPIES": 4}, capability, torch.float32, room),
+        _usage(row_kernels.by_head_kernel, {"ROWS": 64, "HEADS": 16}, capability, torch.float32, room),
     ]
 
 
@@ -133,12 +132,9 @@ def _usage(
     """Compiles a function of Triton."""
     names = function.arg_names
     signature, attributes = {}, {}
-    described = _descriptors(constants, dtype) if constants.get("DESCRIBED") else {}
     for i, name in enumerate(names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name in described:
-            signature[name] = described[name]
         elif name in ("q", "k", "v", "kv", "dout", "out", "dq", "dk", "dv", "probs", "grads"):
             signature[name] = "*" + _TYPES[dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -171,13 +167,6 @@ def _usage(
         options={"num_warps": found.warps, "num_stages": found.stages},
     )
     return Usage(made.metadata.shared, *_of_ptx(made.asm["ptx"]))
-
-
-def _descriptors(constants: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
-    """Types of arguments of `key_gradient_kernel` that are descriptors."""
-    columns = constants["COLUMNS"]
-    rows = dict.fromkeys(("q", "dout"), f"tensordesc<{_TYPES[dtype]}[{columns}, 1, {constants['PAD_K']}]>")
-    return rows | dict.fromkeys(("lse", "delta"), f"tensordesc<fp32[1, {columns}]>")
 
 
 def _of_ptx(ptx: str) -> tuple[int, int]:
