@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -12,4 +14,4 @@ def join_ranks(on_cpu: bool) -> None:
     if on_cpu:
         torch.set_num_threads(1)
     else:
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

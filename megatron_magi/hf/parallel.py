@@ -292,10 +292,16 @@ def _has_own_loss(model: PreTrainedModel) -> bool:
 
 
 def _is_replaced(model: PreTrainedModel) -> bool:
-    """Whether the model object was given a forward that takes labels, and not successors from shift_labels."""
+    """Whether the model object was given a forward that takes labels, and not successors from shift_labels.
+
+    Forwards of its classes, which accelerate puts there too, are `_has_own_loss`'s.
+    """
+    of_classes = [inspect.unwrap(vars(one)["forward"]) for one in type(model).__mro__ if "forward" in vars(one)]
     forward = vars(model).get("forward")
     while forward is not None:
         function = getattr(forward, "__func__", forward)
+        if function in of_classes:
+            return False
         code = getattr(function, "__code__", None)
         if code is not None and "labels" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
             known = {*code.co_names, *code.co_varnames, *(name for name in code.co_consts if isinstance(name, str))}

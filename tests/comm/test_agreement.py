@@ -20,11 +20,11 @@ from megatron_magi.comm.board import NUM_SLOTS
 from megatron_magi.comm.collective_checks import log_of
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.test_collective_checks import be_quick
-from tests.refusals import refusal
+from tests.refusals import error_of
 
 
 def message_of(rank, num_ranks, values):
-    return refusal(lambda: start_agreement(values[rank], None, "plan").wait())
+    return error_of(lambda: start_agreement(values[rank], None, "plan").wait())
 
 
 def test_ranks_that_agree_pass(ranks):

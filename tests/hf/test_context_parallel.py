@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     BartConfig,
+    LlamaForCausalLM,
     LlamaModel,
     LlamaPreTrainedModel,
     RobertaConfig,
@@ -24,7 +25,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from megatron_magi.config import CommConfig, MagiConfig
-from megatron_magi.hf import context_parallel, log_probs, shard_batch
+from megatron_magi.hf import context_parallel, log_probs, parallel, shard_batch
 from megatron_magi.mask import builders
 from megatron_magi.packing import make_prefix_tree
 from megatron_magi.testing.spawn import run_ranks
@@ -146,6 +147,17 @@ def refusals(mesh):
         "magi_mask": refusal(context_parallel(make_model("mistral"), mesh), **batch, magi_mask=builders.causal(53)),
         "dropout": refusal(context_parallel(with_dropout(), mesh).train(), **batch),
     }
+
+
+def test_a_forward_of_the_class_is_not_taken_for_another_where_accelerate_wraps_it():
+    class CallsForCausalLM(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            return super().forward(input_ids, labels=labels, **kwargs)
+
+    model = CallsForCausalLM(copy.deepcopy(CONFIGS["llama"]))
+    for forward, is_replaced in ((CallsForCausalLM.forward, False), (OwnForCausalLM.forward, True)):
+        model.forward = torch.autocast("cpu", enabled=False)(types.MethodType(forward, model))
+        assert parallel._is_replaced(model) is is_replaced
 
 
 def as_tuple(mesh):

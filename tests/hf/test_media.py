@@ -22,7 +22,7 @@ from transformers import (
 from megatron_magi.hf import context_parallel, shard_batch
 from megatron_magi.testing.spawn import run_ranks
 from tests.hf.models import SIZES, loss_and_gradients, make_model, packed_batch
-from tests.refusals import refusal
+from tests.refusals import error_of
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -156,18 +156,18 @@ def refusals(rank):
     other = batch_of("images")
     other["pixel_values"] += 0.001 * rank
     return {
-        "pixel_values_videos": refusal(models["text"], **batch, pixel_values_videos=pixels),
-        "pixel_values": refusal(models["gemma3"], **{**batch, "input_ids": with_image}, **images),
-        "token_type_ids": refusal(models["gemma3"], **batch, token_type_ids=torch.zeros_like(tokens)),
-        "labels: Qwen2AudioForConditionalGeneration computes its loss by code of its own": refusal(
+        "pixel_values_videos": error_of(models["text"], **batch, pixel_values_videos=pixels),
+        "pixel_values": error_of(models["gemma3"], **{**batch, "input_ids": with_image}, **images),
+        "token_type_ids": error_of(models["gemma3"], **batch, token_type_ids=torch.zeros_like(tokens)),
+        "labels: Qwen2AudioForConditionalGeneration computes its loss by code of its own": error_of(
             models["audio"], **batch, input_features=torch.zeros(1, 8, 3000)
         ),
-        "position_ids": refusal(models["text"], **batch, position_ids=torch.arange(40).expand(3, 1, 40)),
-        "position_ids: expected [1, 40], or 3 or 4 of these": refusal(
+        "position_ids": error_of(models["text"], **batch, position_ids=torch.arange(40).expand(3, 1, 40)),
+        "position_ids: expected [1, 40], or 3 or 4 of these": error_of(
             models["qwen2_5_vl"], **batch, position_ids=torch.arange(40).expand(2, 1, 40)
         ),
-        "pixel_values: model is a unit of FSDP around the language model": refusal(in_fsdp, **batch_of("images")),
-        "pixel_values: ranks disagree: rank 1": refusal(models["qwen2_5_vl"], **other),
+        "pixel_values: model is a unit of FSDP around the language model": error_of(in_fsdp, **batch_of("images")),
+        "pixel_values: ranks disagree: rank 1": error_of(models["qwen2_5_vl"], **other),
     }
 
 

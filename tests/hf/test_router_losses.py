@@ -19,7 +19,7 @@ from megatron_magi.hf import context_parallel, shard_batch
 from megatron_magi.hf.router_losses import wrap_balance
 from megatron_magi.testing.spawn import run_ranks
 from tests.hf.models import CONFIGS, EXPERTS, SIZES, make_model, packed_batch, padded_batch
-from tests.refusals import refusal
+from tests.refusals import error_of
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -128,10 +128,10 @@ def refusals(rank, mesh):
     llama4 = with_router_loss(CONFIGS["llama4"])
     unlike = context_parallel(make_model(qwen), mesh)
     return {
-        "output_router_logits: Llama4ForCausalLM": refusal(context_parallel(make_model(llama4), mesh), **batch),
-        "output_router_logits: the model has": refusal(by_own_code(mesh), **batch),
-        "return_dict": refusal(context_parallel(make_model(qwen), mesh), **batch, return_dict=False),
-        "output_router_logits: ranks disagree": refusal(unlike, **batch, output_router_logits=rank == 0),
+        "output_router_logits: Llama4ForCausalLM": error_of(context_parallel(make_model(llama4), mesh), **batch),
+        "output_router_logits: the model has": error_of(by_own_code(mesh), **batch),
+        "return_dict": error_of(context_parallel(make_model(qwen), mesh), **batch, return_dict=False),
+        "output_router_logits: ranks disagree": error_of(unlike, **batch, output_router_logits=rank == 0),
     }
 
 

@@ -100,7 +100,8 @@ def schedule(
     assert library is not None
     starts, costs = np.ascontiguousarray(starts, dtype=np.int32), np.ascontiguousarray(costs, dtype=np.int64)
     of_work, counts = _Work(len(costs), *work), (_Int * 2)()
-    limits = _Tuning(queries=queries, slack=slack, query_bytes=query_bytes, **{name: getattr(tuning, known) for name, known in _TUNED})
+    tuned = {name: getattr(tuning, known) for name, known in _TUNED}
+    limits = _Tuning(queries=queries, slack=slack, query_bytes=query_bytes, **tuned)
     handle = library.magi_schedule_begin(
         starts.ctypes.data, costs.ctypes.data, ctypes.byref(of_work), ctypes.byref(limits), counts
     )
