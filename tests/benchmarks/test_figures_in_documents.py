@@ -313,3 +313,17 @@ def test_rates_of_lists_are_those_of_the_results():
         for length, cell in zip(header[1:], cells, strict=True):
             keys = str(1024 * int(length.split("k")[0]))
             assert cell == sparse_cell(found[keys], with_ratio="(" in cell), (name, length)
+
+
+def test_rates_over_latent_keys_are_those_of_the_results():
+    """The cuDNN frontend has no forward on Hopper: the file has FlashMLA's, after which its backward was called."""
+    header, *lines = table("docs/performance_details.md", "heads, listed keys")
+    assert header[1:] == ["magi", "FlashMLA", "cuDNN frontend", "TileLang", "Triton"]
+    for name, *cells in lines:
+        heads, topk = name.replace(",", "").split()
+        case = f"{heads}:1", f"mla top {topk}"
+        found = {r["provider"]: r for r in rows("sparse_latent_peers.csv") if (r["heads"], r["case"]) == case}
+        expected = [sparse_cell(found["ffa"], with_ratio=True), found["flash_mla"]["forward_tflops"]]
+        expected.append(f"/ {found['cudnn_dsa']['backward_tflops']}")
+        expected += [sparse_cell(found[other], with_ratio=False) for other in ("tilelang", "triton")]
+        assert cells == expected, name

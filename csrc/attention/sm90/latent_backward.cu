@@ -10,7 +10,6 @@
 // Compile-time: DTYPE (Bf16 or Fp16).
 
 #include "latent_tiles.cuh"
-#include "sums.cuh"
 
 using T = DTYPE;
 
@@ -43,8 +42,8 @@ struct LatentBackwardParams {
   int topk, num_keys;
   int num_items, heads_kv, group, parts;  // group: query heads of a key head; parts: items of these
   float scale, scale_log2;
-  int clocks_together;  // of a block: as long an item waits for others to begin; 0: it does not
-  int* counter;         // two words; zero between launches, see leave()
+  int together;  // if not 0, items begin together: times a block in keep_together
+  int* counter;  // two words; zero between launches, see leave()
 };
 
 struct Shared {
@@ -89,9 +88,9 @@ DEVICE void produce(const LatentBackwardParams& p, Shared& s, int warp, int lane
     const int count = trimmed(list, p.topk, p.num_keys, lane);
     item.blocks = max(1, (count + kWidth - 1) / kWidth);
     if (warp == 0 && lane == 0) {
-      if (p.clocks_together) {
+      if (p.together) {
         atomicAdd(p.counter, 1);
-        keep_together(p.counter, number, p.num_items, item.blocks, p.clocks_together);
+        keep_together(p.counter, number, p.num_items, p.together * item.blocks);
       }
       load_rows(p, s, item, head_kv, rows_parity);
     }
@@ -120,11 +119,20 @@ DEVICE void produce(const LatentBackwardParams& p, Shared& s, int warp, int lane
   }
   if (warp == 0 && lane == 0) {
     load_rows(p, s, {0, 0, 0, 0}, 0, rows_parity);
-    if (p.clocks_together) leave(p.counter);
+    if (p.together) leave(p.counter);
   }
 }
 
 // ---- consumers ----
+
+// Predicated: in a branch ptxas would wait for the wgmmas in flight.
+DEVICE void add_global_v4(bool adds, float* p, float a, float b, float c, float d) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %0, 0;\n@adds red.global.add.v4.f32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
+          static_cast<int>(adds)),
+      "l"(p), "f"(a), "f"(b), "f"(c), "f"(d)
+      : "memory");
+}
 
 // acc[64 heads, kN] += dS[64 heads, 64 keys] K[64 keys, kN]
 template <int kN>
@@ -314,8 +322,7 @@ struct Adder {
   const Operand probs, ds;
   u32 parity = 0;
   int key[2][2];          // of its rows, and those of the lane with which it exchanges: of the even one, of the odd one
-  float* sums = nullptr;  // of the key head
-  const u64 policy = evict_last();
+  float* sums = nullptr;  // of the key head, from this thread's columns on
 
   DEVICE Adder(const LatentBackwardParams& p, Shared& s, int warp, int lane)
       : p(p), s(s), lane(lane), row(warp * 16 + lane / 4), probs(smem_address(s.p)), ds(smem_address(s.ds)) {}
@@ -330,9 +337,23 @@ struct Adder {
     wgmma_commit();
   }
 
+  // Lanes of two rows exchange half of what they hold, so that eight lanes add 128 bytes of one row.
   DEVICE void add(const float (&part)[kRest / 2], int half) const {
+    const bool odd = lane & 4;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) add_lines(sums + half * kRest, kDim, key[r], part + 2 * r, lane, policy);
+    for (int r = 0; r < 2; ++r) {
+      float x[2][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float left = part[2 * r + i % 2 + 4 * (i / 2)], right = part[8 + 2 * r + i % 2 + 4 * (i / 2)];
+        const float got = __shfl_xor_sync(0xffffffffu, odd ? left : right, 4);
+        x[0][i] = odd ? got : left, x[1][i] = odd ? right : got;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        add_global_v4(key[r][i] >= 0, sums + static_cast<i64>(key[r][i]) * kDim + half * kRest, x[i][0], x[i][1],
+                      x[i][2], x[i][3]);
+    }
   }
 
   DEVICE void add_block(bool last) {
@@ -371,7 +392,7 @@ struct Adder {
     while (true) {
       const Item item = next_item(s, rows_parity);
       if (item.blocks == 0) break;
-      sums = p.sums + static_cast<i64>(uniform(s.head_kv)) * p.num_keys * kDim;
+      sums = p.sums + static_cast<i64>(uniform(s.head_kv)) * p.num_keys * kDim + 4 * (lane % 8);
 #pragma unroll 1
       for (int block = 0; block < item.blocks; ++block) add_block(block + 1 == item.blocks);
     }

@@ -31,10 +31,9 @@ struct TileBuffers {
   u64 full[kStages], empty[kStages];
   StepInfo info[kStages];
 
-  // Initializes the mbarriers, by one thread; `arrivals`: of the full barriers of keys and values; `row_readers`: warps
-  // that release queries and dO.
-  DEVICE void init(u32 arrivals, u32 row_readers = 4 * kGroups) {
-    init_buffer(rows_full, rows_empty, row_readers);
+  // Initializes the mbarriers, by one thread; `arrivals`: of the full barriers of keys and values.
+  DEVICE void init(u32 arrivals) {
+    init_buffer(rows_full, rows_empty, 4 * kGroups);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(smem_address(&full[i]), arrivals);
       barrier_init(smem_address(&empty[i]), 4 * kGroups);

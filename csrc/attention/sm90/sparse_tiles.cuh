@@ -12,9 +12,9 @@
 #include "sparse_offsets.cuh"
 #include "tiles.cuh"
 
-constexpr int kPiece = 64;             // contiguous keys in a step of a list of blocks
-constexpr int kNoKey = 1 << 30;        // past all keys, hence masked
-constexpr int kClocksTogether = 4096;  // of a step of single keys: as long a tile waits for others to begin
+constexpr int kPiece = 64;           // contiguous keys in a step of a list of blocks
+constexpr int kNoKey = 1 << 30;      // past all keys, hence masked
+constexpr int kTogetherTimes = 128;  // of keep_together, for single keys
 
 // Copied in place of keys that are none: 0 times what another row holds would not be 0 if that is not finite.
 __device__ uint4 absent_row[576 / 8];
@@ -317,7 +317,7 @@ DEVICE void walk_key_lists(const SparseTiles& p, Loader& loader, int warp, int l
     const int steps = max(1, (count + kStep - 1) / kStep);
     if (kTogether && warp == 0 && lane == 0 && p.long_list < kNoKey) {
       atomicAdd(p.counter, 1);
-      keep_together(p.counter, item, p.num_items, steps, kClocksTogether);
+      keep_together(p.counter, item, p.num_items, kTogetherTimes * steps);
     }
     __syncwarp();
     loader.queries(tile);

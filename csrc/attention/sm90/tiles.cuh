@@ -122,10 +122,10 @@ DEVICE void transpose_quad(u32 (&word)[4], int lane) {
 // Holds the start of a long item back until all items of its wave have begun, so that SMs read the same rows at
 // the same time: else each would read more than the L2 cache keeps, at another place. It never waits long, for others
 // may be late for good reasons. `counter`: each SM takes the item after the next from it just before.
-DEVICE void keep_together(const int* counter, int item, int num_items, int blocks, int clocks_of_block = 32) {
+DEVICE void keep_together(const int* counter, int item, int num_items, int blocks) {
   const int wave_end = (item / static_cast<int>(gridDim.x) + 1) * static_cast<int>(gridDim.x);
   const int enough = wave_end < num_items ? wave_end : num_items;
-  const i64 until = clock64() + clocks_of_block * static_cast<i64>(blocks);
+  const i64 until = clock64() + 32 * static_cast<i64>(blocks);
   while (true) {
     // Where rows are awaited SMs come late, and the counter gives the first items as well.
     const int taken = load_relaxed(counter) - (STREAM_KV ? static_cast<int>(gridDim.x) : 0);

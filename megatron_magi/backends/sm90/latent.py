@@ -26,8 +26,8 @@ _HEADS = 64
 _BYTES_APART = 96 << 20
 """Sums of the gradient of keys up to which streaming multiprocessors begin items on their own. Where they are larger
 and items begin together, their lists, which ascend, reach the same keys at about the same time."""
-_CLOCKS_TOGETHER = 4096
-"""Of a block of 64 keys: as long an item waits for others to begin, which is about as long as it takes."""
+_TOGETHER = 128
+"""Times 32 clocks for each block of 64 keys: as long an item waits for others to begin, about as long as it takes."""
 
 
 backward_dtypes = (torch.bfloat16,)
@@ -105,7 +105,7 @@ def backward(inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: floa
             delta_row=delta.stride(0), delta_head=delta.stride(1), dq_row=dq.stride(0), dq_head=dq.stride(1),
             topk=entries.shape[2], num_keys=kv.shape[0], num_items=num_items, heads_kv=kv.shape[1], group=group,
             parts=parts, scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
-            clocks_together=_CLOCKS_TOGETHER if 4 * sums.numel() > _BYTES_APART else 0,
+            together=_TOGETHER if 4 * sums.numel() > _BYTES_APART else 0,
         )  # fmt: skip
         grid = min(num_items, sm_count(q.device))
         return Launch(latent_backward_kernel(q.device, q.dtype), grid, params, ((q, 1, _HEADS), (dout, 1, _HEADS)))

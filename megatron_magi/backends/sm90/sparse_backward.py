@@ -149,6 +149,8 @@ def backward_by_tiles(
             scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
         )  # fmt: skip
         if indexed:
+            if pattern.tensors[-1].shape[-1] < num_keys // 64:  # tiles that share few keys need not start together
+                params.tiles.long_list = kernels.BEHIND_ALL
             kernel = kernels.backward_kernel(q.device, q.dtype, dim, fixed)
         else:
             kernel = kernels.backward_queries_kernel(q.device, q.dtype, dim)

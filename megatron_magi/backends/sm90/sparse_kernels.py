@@ -41,9 +41,9 @@ def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: i
 def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
     """Backward of single keys: dq, and sums of dk and dv; ``fixed``: in fixed point."""
     defines = f"HEAD_DIM={dim}", f"FIXED={int(fixed)}", element(dtype)
-    # q and dout, two stages of k and v; twice P and dS; barriers, indices
-    shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 3072
-    return _load(device, "sparse_backward", defines, 512, shared)
+    # q and dout, two stages of k and v; twice P and dS
+    shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 2048
+    return _load(device, "sparse_backward", defines, 384, shared)
 
 
 def backward_queries_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> Kernel:

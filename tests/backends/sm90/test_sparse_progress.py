@@ -17,7 +17,8 @@ from tests.gpu_memory import needs_gigabytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
-MOST_SECONDS = 5
+MOST_SECONDS = 60
+"""Of a launch that takes tens of milliseconds: processes that share the GPU have it by turns."""
 
 
 def case_of_cut_lists(k_block: int, heads: tuple[int, int]) -> Case:
