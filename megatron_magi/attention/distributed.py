@@ -394,17 +394,17 @@ class _DistributedAttention(torch.autograd.Function):
     def backward(ctx: Any, saved, dout, _dlse, _dmax_logits):
         q, k, v, sink, out, lse, *saved_keys = saved
         call: CachedCall = ctx.call
-        if num_loads(ctx.plan.bands[0]) != ctx.num_loads:
-            raise RuntimeError(
-                "key: a static key, or static plans, were given another mask between a forward and its backward, which "
-                "would compute with that; load after the backward"
-            )
         rest = saved_keys.pop(0) if ctx.has_rest else None
         travel, num_rows = call.travel, ctx.plan.num_rows
         if dout is None:
             # Nothing here depends on the output, but this rank must take part for the gradients of other ranks' keys.
             dout = torch.zeros_like(out[:num_rows])
         with _calls(call.group, call.cp_size, call.config) as calls:
+            if num_loads(ctx.plan.bands[0]) != ctx.num_loads:
+                raise RuntimeError(
+                    "key: a static key, or static plans, were given another mask between a forward and its backward, "
+                    "which would compute with that; load after the backward"
+                )
             _agree(calls, call.backward_record, (q[:num_rows], k, v, sink), call, ctx.plan, dout)
             wants_sink = sink is not None and ctx.needs_input_grad[3]
             if travel is not None:

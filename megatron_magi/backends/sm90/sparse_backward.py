@@ -135,6 +135,7 @@ def backward_by_tiles(
     stream, indexed = current_stream(q.device), pattern.k_block == 1
     dq = torch.empty((num_rows, num_heads, dim), dtype=q.dtype, device=q.device)
     sum_rows = num_blocks(num_keys, kernels.PIECE) * kernels.PIECE
+    shared = pattern.tensors[-1].shape[-1] >= num_keys // 64  # tiles that share few keys need not start together
     fixed = indexed and deterministic
     scales = _fixed_scales(tensors, delta) if fixed else None
     dtype = torch.int64 if fixed else torch.float32
@@ -149,7 +150,7 @@ def backward_by_tiles(
             scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
         )  # fmt: skip
         if indexed:
-            if pattern.tensors[-1].shape[-1] < num_keys // 64:  # tiles that share few keys need not start together
+            if not shared:
                 params.tiles.long_list = kernels.BEHIND_ALL
             kernel = kernels.backward_kernel(q.device, q.dtype, dim, fixed)
         else:
@@ -157,7 +158,8 @@ def backward_by_tiles(
         return Launch(kernel, grid_size(q.device, params.tiles.num_items), params, _boxes(tensors))
 
     counter = launch_counter(q.device, stream)
-    launch = prepared(_key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream, fixed), make)
+    key = _key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream, fixed, indexed and shared)
+    launch = prepared(key, make)
     with launch.lock:
         launch.point_maps(*(t.data_ptr() for t in tensors))
         params = launch.params

@@ -70,6 +70,23 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     assert launched == ["sparse_forward", "sparse_backward", "sparse_postprocess"]
 
 
+def test_lists_of_few_keys_do_not_begin_together_whichever_lists_came_first(launched, monkeypatch):
+    monkeypatch.setattr(tuning, "L2_BYTES", 1000)
+    inputs, found = tensors(64), {}
+
+    def prepared(key, make):
+        launch = hopper_launch.prepared(key, make)
+        if key[0] == "sparse_backward":
+            found[width] = launch.params.tiles.long_list
+        return launch
+
+    monkeypatch.setattr(sparse_backward, "prepared", prepared)
+    for width in (10, 3, 12):
+        out, _ = index_sparse_attention(*inputs, torch.zeros(100, 1, width, dtype=torch.int32), impl="ffa")
+        out.sum().backward()
+    assert found == {10: 300 // 64, 3: sparse_kernels.BEHIND_ALL, 12: 300 // 64}
+
+
 def test_columns_of_sums_of_latent_keys_are_put_in_order():
     """In every 16, thread t of 4 has columns 2t, 2t + 1, 2t + 8 and 2t + 9."""
     order = torch.tensor(
