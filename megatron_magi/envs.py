@@ -35,6 +35,9 @@ from megatron_magi.variables import (
     Variable,
 )
 
+TEST_RANKS_PER_GPU = "MAGI_TEST_RANKS_PER_GPU"
+"""Of tests alone, hence not in the table; see `megatron_magi.testing.shared_gpus`."""
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -210,6 +213,21 @@ def local_rank(environ: Mapping[str, str] | None = None) -> int:
         environ: the variables; ``os.environ`` when None.
     """
     return int((os.environ if environ is None else environ).get("LOCAL_RANK", "0"))
+
+
+def ranks_per_gpu(environ: Mapping[str, str] | None = None) -> int:
+    """How many ranks of tests may share a GPU (`TEST_RANKS_PER_GPU`): 1 where nothing is said.
+
+    Args:
+        environ: the variables; ``os.environ`` when None.
+
+    Raises:
+        ValueError: it is not a positive number.
+    """
+    text = (os.environ if environ is None else environ).get(TEST_RANKS_PER_GPU) or "1"
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise ValueError(f"{TEST_RANKS_PER_GPU}: expected a positive number, got {text!r}")
+    return int(text)
 
 
 def set_for_megatron() -> Callable[[], object]:

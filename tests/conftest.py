@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+from megatron_magi import envs
 from megatron_magi.backends.registry import BACKENDS
 from megatron_magi.testing import shared_gpus
 from megatron_magi.testing.spawn import RankError, run_ranks
@@ -37,7 +38,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_report_header() -> list[str]:
-    each = shared_gpus.ranks_per_gpu()
+    each = envs.ranks_per_gpu()
     lines = [f"one backend for tests of ops and attention: {forced.NAME}"] if forced.NAME else []
     return [*lines, f"up to {each} ranks share a GPU"] if each > 1 else lines
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_magi import envs
 from megatron_magi.testing import shared_gpus
 
 
@@ -82,7 +83,7 @@ def _commit() -> str:
 
 def _device() -> str:
     if torch.cuda.is_available():
-        each = shared_gpus.ranks_per_gpu()
+        each = envs.ranks_per_gpu()
         shared = f", shared by up to {each} ranks each, NCCL {'.'.join(map(str, shared_gpus.nccl_version()))}"
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}{shared if each > 1 else ''}"
     return f"CPU, {os.cpu_count()} cores"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
+
+from megatron_magi import envs
 
 
 def join_ranks(on_cpu: bool) -> None:
@@ -14,4 +14,4 @@ def join_ranks(on_cpu: bool) -> None:
     if on_cpu:
         torch.set_num_threads(1)
     else:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(envs.local_rank())

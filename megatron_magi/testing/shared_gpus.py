@@ -16,33 +16,20 @@ import os
 import runpy
 import sys
 
-VARIABLE = "MAGI_TEST_RANKS_PER_GPU"
-"""A variable of the environment, so that processes that tests start know it too."""
+from megatron_magi import envs
 
 _FIRST_NCCL = (2, 30)
 """The first that takes several ranks on one GPU, when asked to."""
 
 
-def ranks_per_gpu() -> int:
-    """How many ranks may share a GPU: 1, or what the environment says.
-
-    Raises:
-        ValueError: it is not a positive number.
-    """
-    text = os.environ.get(VARIABLE) or "1"
-    if not (text.isascii() and text.isdecimal() and int(text)):
-        raise ValueError(f"{VARIABLE}: expected a positive number, got {text!r}")
-    return int(text)
-
-
 def most_ranks() -> int:
     """For how many ranks the GPUs of this machine suffice."""
-    return ranks_per_gpu() * _num_gpus()
+    return envs.ranks_per_gpu() * _num_gpus()
 
 
 def why_not(num_ranks: int) -> str | None:
     """Why so many ranks cannot run on the GPUs of this machine; None if they can."""
-    count, each = _num_gpus(), ranks_per_gpu()
+    count, each = _num_gpus(), envs.ranks_per_gpu()
     if count * each < num_ranks:
         shared = f" for {each} ranks each" if each > 1 else ""
         return f"needs {num_ranks} GPUs, there are {count}{shared}"
@@ -54,13 +41,13 @@ def why_not(num_ranks: int) -> str | None:
 
 def local_rank(rank: int) -> int:
     """Index of the GPU of a rank of this machine."""
-    count = _num_gpus() if ranks_per_gpu() > 1 else 0
+    count = _num_gpus() if envs.ranks_per_gpu() > 1 else 0
     return rank % count if count else rank
 
 
 def begin() -> None:
     """What a rank does before it has a group, where ranks may share GPUs; else nothing."""
-    if (each := ranks_per_gpu()) == 1:
+    if (each := envs.ranks_per_gpu()) == 1:
         return
     from megatron_magi.comm import peers
 
@@ -86,7 +73,7 @@ def _num_gpus() -> int:
 
 def main() -> None:
     """Runs a module as this rank of torchrun."""
-    os.environ["LOCAL_RANK"] = str(local_rank(int(os.environ["LOCAL_RANK"])))
+    os.environ["LOCAL_RANK"] = str(local_rank(envs.local_rank()))
     begin()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

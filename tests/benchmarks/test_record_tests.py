@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import record_tests
 from benchmarks._lib.provenance import provenance
+from megatron_magi import envs
 from megatron_magi.testing import shared_gpus
 
 REPORT = """<testsuites><testsuite>
@@ -33,7 +34,7 @@ def test_a_run_is_written_down_with_where_it_comes_from(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("each", "shared"), [("1", ""), ("2", ", shared by up to 2 ranks each, NCCL 2.30.7")])
 def test_it_says_where_ranks_shared_gpus(monkeypatch, each, shared):
-    monkeypatch.setenv(shared_gpus.VARIABLE, each)
+    monkeypatch.setenv(envs.TEST_RANKS_PER_GPU, each)
     monkeypatch.setattr(shared_gpus, "nccl_version", lambda: (2, 30, 7))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

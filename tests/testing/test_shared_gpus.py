@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_magi import envs
 from megatron_magi.comm import peers
 from megatron_magi.testing import shared_gpus
 from megatron_magi.testing.megatron_rank import Request, rank_environment
@@ -26,7 +27,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(shared_gpus, "nccl_version", lambda: nccl)
-        monkeypatch.setenv(shared_gpus.VARIABLE, each)
+        monkeypatch.setenv(envs.TEST_RANKS_PER_GPU, each)
 
     return pretend
 
@@ -61,7 +62,7 @@ def test_an_older_nccl_is_named_where_it_would_refuse(machine, nccl, known):
 def test_what_is_no_number_of_ranks_is_refused(machine, text):
     machine(1, text)
     with pytest.raises(ValueError, match="MAGI_TEST_RANKS_PER_GPU: expected a positive number, got"):
-        shared_gpus.ranks_per_gpu()
+        envs.ranks_per_gpu()
 
 
 def test_tests_of_several_gpus_are_skipped_with_the_reason_or_run(machine):
@@ -113,7 +114,7 @@ def test_a_module_that_torchrun_starts_runs_with_its_arguments(tmp_path):
         "if __name__ == '__main__':\n    print(sys.argv[1:], os.environ['LOCAL_RANK'], peers.RANKS_PER_GPU)\n"
     )
     command = [sys.executable, "-m", "megatron_magi.testing.shared_gpus", "told", "--steps", "3"]
-    environment = {**os.environ, "LOCAL_RANK": "0", shared_gpus.VARIABLE: "2", "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "LOCAL_RANK": "0", envs.TEST_RANKS_PER_GPU: "2", "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['--steps', '3'] 0 2"
 
