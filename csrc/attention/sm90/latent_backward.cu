@@ -337,18 +337,11 @@ struct Adder {
     wgmma_commit();
   }
 
-  // Lanes of two rows exchange half of what they hold, so that eight lanes add 128 bytes of one row.
   DEVICE void add(const float (&part)[kRest / 2], int half) const {
-    const bool odd = lane & 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float x[2][4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float left = part[2 * r + i % 2 + 4 * (i / 2)], right = part[8 + 2 * r + i % 2 + 4 * (i / 2)];
-        const float got = __shfl_xor_sync(0xffffffffu, odd ? left : right, 4);
-        x[0][i] = odd ? got : left, x[1][i] = odd ? right : got;
-      }
+      exchange_halves(x, part + 2 * r, lane);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         add_global_v4(key[r][i] >= 0, sums + static_cast<i64>(key[r][i]) * kDim + half * kRest, x[i][0], x[i][1],

@@ -29,6 +29,19 @@ DEVICE void pack_pairs(u32 (&to)[kPairs], const float (&from)[2 * kPairs]) {
   for (int i = 0; i < kPairs; ++i) to[i] = T::pack(from[2 * i], from[2 * i + 1]);
 }
 
+// Of 32 columns of accumulators, lanes of two rows exchange half of what they hold, so that eight lanes add 128 bytes
+// of one row: x[0] is of the even one of the two rows, x[1] of the odd one. `own`: this thread's first element of its
+// row.
+DEVICE void exchange_halves(float (&x)[2][4], const float* own, int lane) {
+  const bool odd = lane & 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* pair = own + i % 2 + 4 * (i / 2);
+    const float got = __shfl_xor_sync(0xffffffffu, odd ? pair[0] : pair[8], 4);
+    x[0][i] = odd ? got : pair[0], x[1][i] = odd ? pair[8] : got;
+  }
+}
+
 // Recomputes the scores of this thread without tensor cores: slow, for the rare blocks whose exponentials overflow.
 template <typename T, int kDepth, int kWidth>
 DEVICE void recompute_scores(float (&scores)[kWidth / 2], u32 q, u32 k, int row, int lane) {

@@ -203,8 +203,6 @@ struct Consumer {
         }
       }
     } else {
-      // Lanes of two rows exchange half of what they hold, so that eight lanes add 128 bytes of one row.
-      const bool odd = lane & 4;
       float* at = static_cast<float*>(sums) + head_kv * p.sum_rows * kHeadDim + 4 * (lane % 8);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -212,12 +210,7 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < kHeadDim / 32; ++j) {
           float x[2][4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float* pair = part + 16 * j + 2 * r + i % 2 + 4 * (i / 2);
-            const float got = __shfl_xor_sync(0xffffffffu, odd ? pair[0] : pair[8], 4);
-            x[0][i] = odd ? got : pair[0], x[1][i] = odd ? pair[8] : got;
-          }
+          exchange_halves(x, part + 16 * j + 2 * r, lane);
 #pragma unroll
           for (int i = 0; i < 2; ++i)
             if (key[i] >= 0)
