@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_magi.runtime.lru import LruCache
+
 
 def memory_mb(device: str) -> tuple[float, float, float]:
     """MB of the device in use, of torch's tensors there, and of this process, without what `malloc` keeps free."""
@@ -20,6 +22,11 @@ def memory_mb(device: str) -> tuple[float, float, float]:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 1e6, torch.cuda.memory_allocated() / 1e6, host / 1e6
+
+
+def all_caches() -> list[LruCache]:
+    """All bounded caches of this process."""
+    return [x for x in gc.get_objects() if type(x) is LruCache]
 
 
 def growth(memory: list[tuple], column: int) -> float:

@@ -14,7 +14,6 @@ also a test.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -24,14 +23,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks._lib.memory import growth, memory_mb
+from benchmarks._lib.memory import all_caches, growth, memory_mb
 from benchmarks._lib.provenance import write_csv
 from megatron_magi.attention import AttnShape, PreparedBatch, StaticPlans, distributed_attention, prepare_batch
 from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.plan import RankPlan, make_plan
-from megatron_magi.runtime.lru import LruCache
 from megatron_magi.testing.spawn import run_ranks
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 8, 2, 128
@@ -208,11 +206,6 @@ class Soak:
                 x.copy_(y)
         graph.replay()
         return results
-
-
-def all_caches() -> list[LruCache]:
-    """All bounded caches of this process."""
-    return [x for x in gc.get_objects() if type(x) is LruCache]
 
 
 def check(

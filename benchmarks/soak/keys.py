@@ -19,9 +19,6 @@ full by then. Exits non-zero where any grows by more than `GROWN_MB`.
 
 from __future__ import annotations
 
-import argparse
-import gc
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,13 +28,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks._lib.memory import anonymous_mb, growth, memory_mb
-from benchmarks._lib.provenance import write_csv
+from benchmarks._lib.memory import all_caches, anonymous_mb, growth, memory_mb
+from benchmarks._lib.provenance import print_row, table_parser, write_csv
+from benchmarks._lib.ranks import join_ranks
 from megatron_magi.api import DistAttnRuntimeKey as Key
 from megatron_magi.api import calc_attn, magi_attn_varlen_key, make_static_key
 from megatron_magi.api.static_key import StaticKey
 from megatron_magi.config import MagiConfig, OverlapConfig
-from megatron_magi.runtime.lru import LruCache
 
 HEADS_Q, HEADS_KV, HEAD_DIM, DOCUMENTS = 4, 2, 64, 6
 WAYS = ("eager", "stages", "groups", "groups_alone", "captured")
@@ -123,37 +120,27 @@ def grown(rows: Sequence[tuple]) -> dict[str, float]:
     return {name: growth(list(rows), 1 + i) for i, name in enumerate(GROWN_MB)}
 
 
-def bound_caches() -> None:
-    """Lets the caches of this process hold `CACHED` items at most."""
-    for cache in [x for x in gc.get_objects() if type(x) is LruCache]:
-        cache.max_items = min(CACHED, cache.max_items or CACHED)
-
-
 def main() -> None:
     """In every rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
+    parser = table_parser(__doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:3]))
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--tokens", type=int, default=256, help="a rank")
     options = parser.parse_args()
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    torch.set_num_threads(1)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    on_gpu = torch.cuda.is_available()
+    join_ranks(on_cpu=not on_gpu)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     rank, num_ranks, rows, failed = dist.get_rank(), dist.get_world_size(), [], []
-    bound_caches()
+    for cache in all_caches():
+        cache.max_items = min(CACHED, cache.max_items or CACHED)
     for way in options.ways:
         found = []
-        for row in samples(Soak(device, options.tokens), way, options.steps, kind):
+        for row in samples(Soak(device, options.tokens), way, options.steps, device.type):
             found.append(row)
             rows.append([way, num_ranks, rank, row[0], *(f"{x:.1f}" for x in row[1:])])
             if rank == 0:
-                print("  ".join(f"{h}={x}" for h, x in zip(HEADER, rows[-1], strict=True)), flush=True)
-                if options.csv:
-                    write_csv(options.csv, HEADER, rows)
+                print_row(HEADER, rows[-1])
+                write_csv(options.csv, HEADER, rows)
         failed += [f"{way}: {name} grew by {mb:.1f} MB" for name, mb in grown(found).items() if mb > GROWN_MB[name]]
     dist.destroy_process_group()
     sys.exit("\n".join(failed) or 0)

@@ -8,7 +8,8 @@ import tracemalloc
 import numpy as np
 import torch
 
-from benchmarks.soak.attention import all_caches, random_mask
+from benchmarks._lib.memory import all_caches
+from benchmarks.soak.attention import random_mask
 from megatron_magi.backends.sm90 import attention as hopper
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
