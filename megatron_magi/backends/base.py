@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 Kernels = list[tuple[str, tuple[str, ...]]]
 """Kernels to compile: source, relative to the folder of CUDA sources, and macros of each."""
 
+WhyNot = Callable[[torch.device, torch.dtype, tuple[int, int]], str | None]
+"""Why kernels do not take tensors of a device, dtype and head dims, as `Backend.why_not` says; None if they do."""
+
 
 class ModelKind(NamedTuple):
     """What of a model's attention kernels are compiled for.
@@ -465,9 +468,7 @@ def refuse_tables_in_graph(device: torch.device, impl: str) -> None:
         )
 
 
-def check_support(
-    why_not: Callable[[torch.device, torch.dtype, tuple[int, int]], str | None], q: Tensor, v: Tensor
-) -> None:
+def check_support(why_not: WhyNot, q: Tensor, v: Tensor) -> None:
     """Raises ValueError for tensors that kernels do not take; ``why_not``: of them, see `Backend.why_not`."""
     if (reason := why_not(q.device, q.dtype, (q.shape[2], v.shape[2]))) is not None:
         raise ValueError(reason)
@@ -577,9 +578,7 @@ class Capture(Protocol):
         """
 
 
-def with_output(
-    inputs: ForwardInputs, why_not: Callable[[torch.device, torch.dtype, tuple[int, int]], str | None]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def with_output(inputs: ForwardInputs, why_not: WhyNot) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """What a forward of kernels over lists reads and writes, in memory of its own. Raises as `check_support`.
 
     Returns:

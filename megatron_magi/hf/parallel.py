@@ -296,8 +296,9 @@ def _is_replaced(model: PreTrainedModel) -> bool:
 
     Forwards of its classes, which accelerate puts there too, are `_has_own_loss`'s.
     """
+    if (forward := vars(model).get("forward")) is None:
+        return False
     of_classes = [inspect.unwrap(vars(one)["forward"]) for one in type(model).__mro__ if "forward" in vars(one)]
-    forward = vars(model).get("forward")
     while forward is not None:
         function = getattr(forward, "__func__", forward)
         if function in of_classes:

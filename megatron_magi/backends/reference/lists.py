@@ -35,13 +35,14 @@ class _Chunk(NamedTuple):
     keys: Tensor
     values: Tensor
 
-    def of_keys(self, rows: Tensor) -> Tensor:
-        """``[num_heads_kv, rows, topk, ...]`` with zeros where there is no key."""
-        return rows.masked_fill(~self.there.transpose(2, 3), 0)
-
     def grouped(self, x: Tensor) -> Tensor:
         """``[num_rows, num_heads_q, ...]`` as ``[num_heads_kv, rows, heads of a key head, ...]``."""
         return x[self.rows].to(self.keys.dtype).unflatten(1, (len(self.key), -1)).transpose(0, 1)
+
+
+def _zero_if_absent(rows: Tensor, there: Tensor) -> Tensor:
+    """``[num_heads_kv, rows, topk, ...]`` with zeros where there is no key; ``there`` as of a `_Chunk`."""
+    return rows.masked_fill(~there.transpose(2, 3), 0)
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, pattern: SparsePattern) -> Iterator[_Chunk]:
@@ -56,7 +57,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, pattern: SparsePattern) -> Iterator
         there = (listed >= 0) & (listed < num_keys)
         key = listed.where(there, 0).expand(heads_kv, -1, -1)
         there = there.expand_as(key)[:, :, None]
-        rows = (x[key, head].to(dtype).masked_fill(~there.transpose(2, 3), 0) for x in (k, v))
+        rows = (_zero_if_absent(x[key, head].to(dtype), there) for x in (k, v))
         yield _Chunk(slice(first, first + step), key, there, *rows)
 
 
@@ -100,8 +101,8 @@ def backward(inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: floa
         ds = p * (grad @ chunk.values.transpose(2, 3) - chunk.grouped(delta)[..., None]) * softmax_scale
         dq.append((ds @ chunk.keys).transpose(0, 1).flatten(1, 2).to(q.dtype))
         places = (chunk.key * k.shape[1] + head).flatten()
-        _add_rows(dk, places, chunk.of_keys(ds.transpose(2, 3) @ query))
-        _add_rows(dv, places, chunk.of_keys(p.transpose(2, 3) @ grad))
+        _add_rows(dk, places, _zero_if_absent(ds.transpose(2, 3) @ query, chunk.there))
+        _add_rows(dv, places, _zero_if_absent(p.transpose(2, 3) @ grad, chunk.there))
     return torch.cat(dq), dk, dv
 
 
