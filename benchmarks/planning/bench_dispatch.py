@@ -67,8 +67,7 @@ def main() -> None:
             figures = [v[:, 0].max(), v[:, 1].mean(), v[:, 2].mean(), v[:, 3].mean()]
             rows.append([case.total_seqlen, case.num_documents, case.cp_size, name, *(f"{x:.4f}" for x in figures)])
             print("".join(f"{c!s:>18}" for c in rows[-1]), flush=True)
-    if path:
-        write_csv(path, header, rows)
+    write_csv(path, header, rows)
     # It must keep the promise of the documentation.
     bad = [r for r in rows if r[3] == "affinity" and r[1] > 1 and float(r[4]) > (1.02 if r[2] <= 8 else 1.05)]
     sys.exit(f"balance of affinity is off: {bad}" if bad else 0)

@@ -10,7 +10,6 @@ waiting for other ranks (`benchmarks.distributed.bench_new_keys` with ``--cpu``)
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import time
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks._lib.batches import make_mask
-from benchmarks._lib.provenance import print_row, write_csv
+from benchmarks._lib.provenance import print_row, table_parser, write_csv
 from megatron_magi import envs
 from megatron_magi.api.configuration import magi_config
 from megatron_magi.api.masks import mask_of_key
@@ -68,9 +67,8 @@ def measure(name: str, tokens: int, num_ranks: int, num_masks: int, num_runs: in
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = table_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--csv", help="also write the rows to this file")
     cases = [f"{name}:{tokens}" for tokens in (8192, 32768) for name in ("8", "64", "short")]
     parser.add_argument("--cases", nargs="*", default=cases, help="documents (a number, short):tokens a GPU")
     parser.add_argument("--masks", type=int, default=12)

@@ -70,8 +70,7 @@ def main() -> None:
             figures = [f"{share.mean():.3f}", f"{np.median(took):.1f}"]
             rows.append([case.total_seqlen, case.num_documents, case.cp_size, per_node, way, *figures])
             print_row(HEADER, rows[-1])
-    if path:
-        write_csv(path, HEADER, rows)
+    write_csv(path, HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -256,8 +256,7 @@ def measure_all(rank: int, num_ranks: int, options: argparse.Namespace, rates: R
         rows += measure(rank, num_ranks, name, tokens, rates, str(int(options.one_launch)), options.seconds)
         if rank == 0:
             print(*(",".join(map(str, row)) for row in rows if row[:2] == [name, tokens]), sep="\n", flush=True)
-            if options.csv:
-                write_csv(options.csv, HEADER[:7], rows)  # should the run be ended
+            write_csv(options.csv, HEADER[:7], rows)  # should the run be ended
         torch.cuda.empty_cache()
     return rows
 
