@@ -203,7 +203,8 @@ class Bench:
                         global_batch_size=1, context_parallel_size=world_size(),
                     )  # fmt: skip
                     one.turns += [training] if training else []
-            self.report("times", TIMES_HEADER, [row for t in done if (row := self.times_row(t, done))])
+            rows = [row for t in done if (row := self.times_row(t, done))]
+            self.report("times", TIMES_HEADER, rows, num_new=len(pair))
 
     def times_row(self, times: Times, done: Sequence[Times]) -> list | None:
         """Figures of a model; None where no turn was finished."""
@@ -229,7 +230,7 @@ class Bench:
                 if run not in found:
                     found[run] = self.losses_of(run)
                     rows, self.exceeded = judge(found)
-                    self.report("losses", LOSSES_HEADER, rows)
+                    self.report("losses", LOSSES_HEADER, rows, num_new=1)
 
     def losses_of(self, run: Run) -> dict[int, float]:
         """Losses of a model that goes on from a GPT's checkpoint; none where training failed."""
@@ -255,11 +256,11 @@ class Bench:
             )  # fmt: skip
         return folder
 
-    def report(self, part: str, header: Sequence[str], rows: Sequence[Sequence]) -> None:
-        """Renews a table after each kind, so that what was measured outlives a run that hangs."""
+    def report(self, part: str, header: Sequence[str], rows: Sequence[Sequence], num_new: int) -> None:
+        """Renews a table, so that what was measured outlives a run that hangs, and prints its new rows, the last."""
         if os.environ["RANK"] == "0":
             write_csv(self.options.out / f"hybrid_{part}_{world_size()}gpu.csv", header, rows)
-            for row in rows:
+            for row in rows[-num_new:]:
                 print_row(header, row)
 
     exceeded: Sequence[str] = ()
