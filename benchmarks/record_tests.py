@@ -29,9 +29,11 @@ def count(report: str) -> list[tuple[str, int, int, int, float]]:
     """Rows of the table from the text of a JUnit report."""
     files: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0, 0.0])
     for case in ElementTree.fromstring(report).iter("testcase"):
+        if not case.get("classname"):  # it was under way when the run was interrupted
+            continue
         kinds = {child.tag for child in case}
         outcome = 1 if kinds & {"failure", "error"} else 2 if "skipped" in kinds else 0
-        row = files[case.get("classname", "").removeprefix("tests.")]
+        row = files[case.get("classname").removeprefix("tests.")]
         row[outcome] += 1
         row[3] += float(case.get("time", 0))
     return [(name, int(p), int(f), int(s), round(t, 1)) for name, (p, f, s, t) in sorted(files.items())]

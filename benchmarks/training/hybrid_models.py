@@ -12,10 +12,10 @@ of the losses from those of the GPT.
 `--losses`: a model of 4 blocks on packed documents. A GPT's checkpoint, which Megatron translates while it loads, is
 trained on as a hybrid model: by stock Megatron's attention without context parallelism, each rank with samples of its
 own, and by magi with the same samples, without context parallelism and with all ranks context-parallel. With magi over
-all ranks it is trained on as a GPT too. Losses are compared with those of a stock GPT in fp32 with local layers: in
-fp32 the budget is 1e-5, else twice the difference of stock's hybrid model in that kind. With Transformer Engine's
-layers they are compared with stock's of the same kind too, where the band is twice the difference of its unfused
-attention from its usual one, as in `loss_parity_te`.
+all ranks it is trained on as a GPT too. Losses are compared with those of a stock GPT in fp32, with local layers or
+with Transformer Engine's experts: in fp32 the budget is 1e-5, else twice the difference of stock's hybrid model in that
+kind. With Transformer Engine's layers they are compared with stock's of the same kind too, where the band is twice the
+difference of its unfused attention from its usual one, as in `loss_parity_te`.
 
 Where Transformer Engine is installed, hybrid models have its layers: kinds with local ones need a machine without it.
 """
@@ -127,7 +127,9 @@ def runs_of(kind: Kind, num_ranks: int) -> list[Run]:
 
 
 def reference_of(kind: Kind) -> Run:
-    """What losses of all kinds of a pattern are compared with."""
+    """What losses are compared with: local layers, which do not load checkpoints of Transformer Engine's experts."""
+    if "E" in kind.pattern and kind.layers == "te":
+        return Run(Kind(kind.pattern, "te", "fp32"), "unfused", hybrid=False)
     return Run(Kind(kind.pattern, "local", "fp32"), hybrid=False)
 
 

@@ -44,7 +44,9 @@ def test_run_that_stopped_early_is_no_success() -> None:
 def test_each_kind_is_trained_by_stock_and_with_magi_as_either_model_over_all_ranks() -> None:
     kind = Kind("*E", "te", "bf16")
     runs = bench.runs_of(kind, 2)
-    assert runs[0] == bench.reference_of(kind) == Run(Kind("*E", "local", "fp32"), hybrid=False)
+    assert runs[0] == bench.reference_of(kind) == Run(Kind("*E", "te", "fp32"), "unfused", hybrid=False)
+    assert bench.reference_of(Kind("*E", "local", "bf16")) == Run(Kind("*E", "local", "fp32"), hybrid=False)
+    assert bench.reference_of(BF16) == REFERENCE
     assert Run(kind) in runs and Run(kind, "unfused") in runs
     assert {(run.cp_size, run.hybrid) for run in runs if run.attention == "magi"} == {(1, True), (2, True), (2, False)}
     assert len(bench.runs_of(FP32, 1)) == 4  # CP 1 is all ranks
