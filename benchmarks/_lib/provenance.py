@@ -51,12 +51,14 @@ def print_row(header: Sequence[str], row: Sequence[Any]) -> None:
     print("  ".join(f"{name}={cell}" for name, cell in zip(header, row, strict=True) if cell != ""), flush=True)
 
 
-def write_csv(path: str | Path | None, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Writes a table with its provenance in leading ``#`` lines; without a path nothing."""
+def write_csv(
+    path: str | Path | None, header: Sequence[str], rows: Iterable[Sequence[Any]], notes: Sequence[str] = ()
+) -> None:
+    """Writes a table with its provenance, and notes, in leading ``#`` lines; without a path nothing."""
     if path is None:
         return
     with open(path, "w", newline="") as file:
-        for name, value in provenance().items():
+        for name, value in [*provenance().items(), *(("note", note) for note in notes)]:
             file.write(f"# {name}: {value}\n")
         csv.writer(file, lineterminator="\n").writerows([header, *rows])
 

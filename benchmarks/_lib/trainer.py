@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 
 @dataclass
@@ -78,6 +79,9 @@ class TrainingSession:
             model: as `megatron_magi.mcore.entry.main` takes it, like the next.
             pre_wrap_hooks: called with the model before it is wrapped.
             around_step: from a step's number (from 1), a context to run it in.
+
+        Raises:
+            Exception: whatever ended the training; RuntimeError where a checkpoint does not fit the model.
         """
         from megatron_magi.mcore.entry import main
 
@@ -100,6 +104,9 @@ class TrainingSession:
             # How Megatron ends a training at --exit-interval.
             if end.code:
                 raise
+        except CheckpointException as error:
+            # It is no Exception, for which callers go on with the next training.
+            raise RuntimeError(str(error)) from error
         finally:
             # Megatron says by variables which attention Transformer Engine may take.
             os.environ.clear()

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_magi.mcore import seams
 from megatron_magi.mcore.argv import OPTION, add_arguments
-from megatron_magi.mcore.sample_packing import is_asked_for
+from megatron_magi.mcore.sample_packing import is_asked_for, take
 
 _ADD, _VALIDATE = "training.arguments:add_megatron_arguments", "training.arguments:validate_args"
 
@@ -81,6 +81,7 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
         validate_arguments,
     )
 
+    take(args)
     validate_arguments(args)
     for notice in settle_arguments(args):
         arguments.warn_rank_0(notice)

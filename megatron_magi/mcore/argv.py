@@ -12,8 +12,8 @@ from collections.abc import Sequence
 OPTION = "--attention-backend"
 _VALUE = "magi"
 FLAG = "--magi-attention"
-PACKING = "--sequence-packing-scheduler"
-"""Of later versions of Megatron."""
+PACKING, PACKING_FIELD = "--sequence-packing-scheduler", "magi_packing"
+"""The option, which later versions of Megatron have too, and where its value is kept for this package's schedules."""
 
 
 def rewrite_argv(argv: Sequence[str]) -> list[str]:
@@ -99,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     if not any(PACKING in action.option_strings for action in parser._actions):
         group.add_argument(
             PACKING,
+            dest=PACKING_FIELD,
             choices=["dp_balanced"],
             default=None,
             help="Samples have any length up to --seq-length: those of an iteration are packed into microbatches of as "

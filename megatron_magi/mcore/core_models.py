@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_magi import envs
 from megatron_magi.mcore import rotary
-from megatron_magi.mcore.argv import add_arguments
+from megatron_magi.mcore.argv import PACKING_FIELD, add_arguments
 from megatron_magi.mcore.batch import BatchDispatcher
 from megatron_magi.mcore.forward_step import make_dispatcher
 from megatron_magi.mcore.layer_spec import replace_core_attention
@@ -25,7 +25,7 @@ _NOT_IN_CONFIG = {
     "reset_attention_mask": False,
     "multi_latent_attention": False,
     # Microbatches of any length.
-    "sequence_packing_scheduler": "",
+    PACKING_FIELD: "",
 }
 
 

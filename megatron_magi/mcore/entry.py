@@ -134,9 +134,14 @@ def _device_hooks(args: Namespace) -> list[Callable]:
 
 def _stock_parts(args: Namespace, own_data: Callable | None) -> tuple[Callable, Callable]:
     from megatron_magi.mcore.data import make_dataset_provider
+    from megatron_magi.mcore.sample_packing import MEGATRONS
     from megatron_magi.mcore.stock_step import StockForwardStep, reads_data
     from megatron_magi.mcore.user_step import make_loss_log
+    from megatron_magi.mcore.validate import check_data_sets
 
+    check_data_sets(args)
+    if getattr(args, MEGATRONS, None) is not None:
+        raise ValueError(f"{MEGATRONS}: needs --attention-backend magi in this script, whose step packs nothing")
     make_loss_log(args.magi_loss_log)
     return make_dataset_provider(reads_data, own=own_data), StockForwardStep(args)
 

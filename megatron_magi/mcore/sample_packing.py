@@ -16,15 +16,26 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.mask.microbatch import document_bounds
+from megatron_magi.mcore.argv import PACKING_FIELD
 from megatron_magi.mcore.groups import make_agreement_group
 from megatron_magi.mcore.planner import BOUNDS, SEQUENCES, Fields
+
+MEGATRONS = "sequence_packing_scheduler"
+"""The option's name in Megatron's arguments and configurations, from some release on."""
 
 _FAILED = -1
 
 
 def is_asked_for(args: Namespace) -> bool:
     """Whether a command line asks for packed microbatches."""
-    return getattr(args, "sequence_packing_scheduler", None) is not None
+    return getattr(args, PACKING_FIELD, None) is not None
+
+
+def take(args: Namespace) -> None:
+    """Takes the option, in place, from a Megatron that has it: its trainer would pack before the schedules here do."""
+    if getattr(args, MEGATRONS, None) is not None:
+        setattr(args, PACKING_FIELD, getattr(args, MEGATRONS))
+        setattr(args, MEGATRONS, None)
 
 
 def most_tokens(args: Namespace) -> int:

@@ -12,8 +12,8 @@ from megatron_magi.checks import int_at_least
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask.source import MaskSource
 from megatron_magi.mcore import hybrid_pattern
-from megatron_magi.mcore.argv import FLAG
-from megatron_magi.mcore.sample_packing import is_asked_for
+from megatron_magi.mcore.argv import FLAG, PACKING_FIELD
+from megatron_magi.mcore.sample_packing import MEGATRONS, is_asked_for
 from megatron_magi.plan.nodes import nodes_in_use
 
 _ROUTER = "moe_router", "moe_preprocess"
@@ -44,6 +44,7 @@ def validate_arguments(args: Namespace) -> None:
         ValueError: an argument or a variable asks for something that is not supported; names it and says what to do.
     """
     _check_own(args)
+    _check_later(args)
     envs.check_te_attention()
     _check_attention(args)
     _check_precision(args)
@@ -57,13 +58,10 @@ def check_unused(args: Namespace) -> None:
     Raises:
         ValueError: there is one.
     """
-    from megatron.core.model_parallel_config import ModelParallelConfig
-
-    own = ["magi_mask", "magi_layer_masks", "magi_chunk_size", "magi_overlap_degree"]
-    if not hasattr(ModelParallelConfig, "sequence_packing_scheduler"):
-        own.append("sequence_packing_scheduler")
+    own = ["magi_mask", "magi_layer_masks", "magi_chunk_size", "magi_overlap_degree", PACKING_FIELD]
     for name in own:
         if getattr(args, name, None) is not None:  # arguments from a YAML file do not have it
+            name = MEGATRONS if name == PACKING_FIELD else name
             raise ValueError(f"{name}: needs --attention-backend magi")
     if getattr(args, "magi_layout", "auto") != "auto":
         raise ValueError("magi_layout: needs --attention-backend magi")
@@ -196,9 +194,9 @@ def check_packing(args: Namespace) -> None:
     Raises:
         ValueError: there is something.
     """
-    name = "sequence_packing_scheduler"
-    if args.sequence_packing_scheduler != "dp_balanced":
-        raise ValueError(f"{name}: only dp_balanced is supported, got {args.sequence_packing_scheduler}")
+    name, scheduler = MEGATRONS, getattr(args, PACKING_FIELD)
+    if scheduler != "dp_balanced":
+        raise ValueError(f"{name}: only dp_balanced is supported, got {scheduler}")
     if args.micro_batch_size != 1:
         raise ValueError(f"{name}: reads sample by sample; give --micro-batch-size 1")
     if not args.calculate_per_token_loss:
@@ -344,6 +342,25 @@ def _check_own(args: Namespace) -> None:
             int_at_least(value, name, least)
     if args.magi_layout in ("zigzag", "contiguous") and args.magi_chunk_size is not None:
         raise ValueError(f"magi_chunk_size: the layout {args.magi_layout} has no chunks; drop it or --magi-layout")
+
+
+def _check_later(args: Namespace) -> None:
+    """Options of releases that are still to come."""
+    check_data_sets(args)
+    for name in ("linear_cp_layout", "attention_cp_layout"):
+        if (layout := getattr(args, name, "zigzag")) != "zigzag":
+            raise ValueError(f"{name}: layers would move tokens between layouts, got {layout}; --magi-layout says it")
+
+
+def check_data_sets(args: Namespace) -> None:
+    """Refuses data sets of later releases, which Megatron's own scripts choose and none of this package knows.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name in ("use_varlen_dataset", "varlen_sbhd_validation"):
+        if getattr(args, name, False):
+            raise ValueError(f"{name}: not supported here; samples of any length may come from a data set of your own")
 
 
 def _check_attention(args: Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from megatron_magi.backends.registry import BACKENDS
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.mask.source import MaskSource
+from megatron_magi.mcore import arguments as mcore_arguments
+from megatron_magi.mcore import entry
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
 from megatron_magi.mcore.forward_step import attention_shape
 from megatron_magi.mcore.hybrid_pattern import attention_layers, check_linear_layers
+from megatron_magi.mcore.sample_packing import is_asked_for
 from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, summary, with_nodes
 from megatron_magi.mcore.validate import (
     check_layout,
@@ -202,6 +206,48 @@ def test_the_data_set_of_later_versions_is_refused_by_name(
     with pytest.raises(SystemExit):
         _parse(monkeypatch, "--use-varlen-dataset")
     assert "unrecognized arguments: --use-varlen-dataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_varlen_dataset", True), ("varlen_sbhd_validation", True),
+        ("linear_cp_layout", "contiguous"), ("attention_cp_layout", "contiguous"),
+    ],
+)  # fmt: skip
+def test_options_of_later_versions_are_refused_where_they_would_have_no_effect_or_move_tokens(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    args = _parse(monkeypatch)
+    args.linear_cp_layout = args.attention_cp_layout = "zigzag"
+    args.use_varlen_dataset = False
+    validate_arguments(args)
+    setattr(args, name, value)
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        validate_arguments(args)
+
+
+def test_a_megatron_that_packs_itself_leaves_it_to_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trainer packs before schedules are called if the arguments, or a configuration made of them, say so."""
+    args = _parse(monkeypatch, "--calculate-per-token-loss", without=("--reset-attention-mask",))
+    assert not is_asked_for(args)
+    args.sequence_packing_scheduler = "dp_balanced"  # as such a release parses it
+    seen = []
+
+    def stock(args: Namespace, _: Any) -> None:
+        seen.append(args.sequence_packing_scheduler)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mcore_arguments._validate_for_magi(stock, args, {})
+    assert seen == [None] and args.sequence_packing_scheduler is None and is_asked_for(args)
+    check_packing(args)
+
+
+def test_a_script_of_this_package_does_not_ignore_packing_that_stock_attention_asks_for() -> None:
+    for name, value in (("sequence_packing_scheduler", "dp_balanced"), ("use_varlen_dataset", True)):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            entry._stock_parts(Namespace(magi_loss_log=None, **{name: value}), None)
 
 
 @pytest.mark.parametrize("mask", ["causal", "prefix_tree"])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
 from benchmarks._lib import trainer
 from megatron_magi.testing.megatron_launch import launch, tiny_gpt_args
 
@@ -27,3 +30,15 @@ def test_a_training_takes_over_groups_and_nothing_of_the_model_before_it() -> No
     args = tiny_gpt_args("mock", *experts, "--log-interval", "1", train_iters=1, global_batch_size=1)
     run = launch(args, script=str(Path(__file__).with_name("two_trainings.py")))
     assert len(re.findall(r"^losses \d", run.stdout, re.MULTILINE)) == 2
+
+
+def test_a_checkpoint_that_does_not_fit_is_an_error_that_callers_go_on_after(monkeypatch) -> None:
+    """torch's is no `Exception`."""
+
+    def main(*_: object, **__: object) -> None:
+        raise CheckpointException("load", {0: (KeyError("linear_fc1 from model not in state dict"), None)})
+
+    monkeypatch.setattr("megatron_magi.mcore.entry.main", main)
+    session = trainer.TrainingSession(keeps_groups=True)
+    with pytest.raises(RuntimeError, match="linear_fc1 from model not in state dict"):
+        session.run([])

@@ -8,27 +8,48 @@ from pathlib import Path
 import pytest
 
 from benchmarks.training import hybrid_models as bench
-from benchmarks.training.hybrid_models import Kind
+from benchmarks.training.hybrid_models import Kind, Run
 
 
-def judge(losses: dict[tuple[Kind, str], float]) -> list[str]:
+def judge(losses: dict[Run, float]) -> list[str]:
     return bench.judge({run: {1: 5.0, 2: loss} for run, loss in losses.items()})[1]
 
 
+FP32, BF16 = Kind("*-", "local", "fp32"), Kind("*-", "te", "bf16")
+REFERENCE = Run(FP32, hybrid=False)
+
+
 def test_losses_are_judged_by_stock_in_fp32_and_by_what_the_kind_costs_stock() -> None:
-    fp32, bf16 = Kind("*-", "local", "fp32"), Kind("*-", "te", "bf16")
-    stock = {(fp32, "stock"): 4.0, (bf16, "stock"): 4.004}
-    assert judge({**stock, (fp32, "magi"): 4.00003, (bf16, "magi"): 3.9921}) == []
-    found = judge({**stock, (fp32, "magi"): 4.00005, (bf16, "magi"): 3.9919})
+    stock = {REFERENCE: 4.0, Run(FP32): 4.0, Run(BF16): 4.004}
+    assert judge({**stock, Run(FP32, "magi", 2): 4.00003, Run(BF16, "magi", 2): 3.9921}) == []
+    found = judge({**stock, Run(FP32, "magi", 2): 4.00005, Run(BF16, "magi", 2, False): 3.9919})
     assert [text.partition(":")[0] for text in found] == ["*-", "*-"]
-    assert "local:fp32 magi" in found[0] and "te:bf16 magi" in found[1]
+    assert "local:fp32 hybrid magi CP 2" in found[0] and "te:bf16 gpt magi CP 2" in found[1]
+
+
+def test_transformer_engines_layers_are_judged_by_what_its_unfused_attention_differs_by() -> None:
+    stock = {REFERENCE: 4.0, Run(BF16): 4.004, Run(BF16, "unfused"): 4.0036}
+    assert judge({**stock, Run(BF16, "magi"): 4.0047, Run(BF16, "magi", 2): 4.0033}) == []
+    found = judge({**stock, Run(BF16, "magi"): 4.0047, Run(BF16, "magi", 2): 4.0049})
+    assert len(found) == 1 and "magi CP 2" in found[0] and "2.25e-04" in found[0]
 
 
 def test_run_that_stopped_early_is_no_success() -> None:
-    fp32 = Kind("*-", "local", "fp32")
-    found = {(fp32, "stock"): {1: 5.0, 2: 4.0}, (fp32, "magi"): {1: 5.0}}
+    found = {REFERENCE: {1: 5.0, 2: 4.0}, Run(FP32, "magi"): {1: 5.0}}
     rows, exceeded = bench.judge(found)
     assert len(rows) == 2 and len(exceeded) == 1
+    assert all(len(row) == len(bench.LOSSES_HEADER) for row in rows)
+
+
+def test_each_kind_is_trained_by_stock_and_with_magi_as_either_model_over_all_ranks() -> None:
+    kind = Kind("*E", "te", "bf16")
+    runs = bench.runs_of(kind, 2)
+    assert runs[0] == bench.reference_of(kind) == Run(Kind("*E", "te", "fp32"), "unfused", hybrid=False)
+    assert bench.reference_of(Kind("*E", "local", "bf16")) == Run(Kind("*E", "local", "fp32"), hybrid=False)
+    assert bench.reference_of(BF16) == REFERENCE
+    assert Run(kind) in runs and Run(kind, "unfused") in runs
+    assert {(run.cp_size, run.hybrid) for run in runs if run.attention == "magi"} == {(1, True), (2, True), (2, False)}
+    assert len(bench.runs_of(FP32, 1)) == 4  # CP 1 is all ranks
 
 
 def test_a_kind_is_read_from_the_command_line_and_names_its_layers() -> None:
