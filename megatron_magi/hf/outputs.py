@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,12 @@ ROUTERS = "router_logits"
 
 NUMBERS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 """Outputs of TRL's models with a number for each prediction, ``[1, num_rows]``."""
+
+_OF_WHOLE = ("rope_deltas", *(f"{name}_hidden_states" for name in ("image", "vision", "video", "audio")))
+"""Outputs of models with images, videos or audio that every rank has of the whole batch."""
+
+_POOLED = "pooler_output"
+"""Made of the first token of a sequence, which is on one rank."""
 
 _aten = torch.ops.aten
 _OF_ROWS = {_aten.clone.default, _aten._to_copy.default}
@@ -158,24 +165,36 @@ def _of_batch(numbers: Tensor, shard: Shard) -> Tensor:
 
 
 def gathered(output: Any, shard: Shard, num_rows: int, has_loss: bool) -> Any:
-    """A model's output, in which what has no gradient is the batch's: numbers now, vectors when they are used.
+    """A model's output, in which what has no gradient is the batch's: known numbers now, others when they are used.
 
     Numbers with a gradient stay those of this rank's rows, without the shape of a batch; so do logits, with it.
+
+    Raises:
+        ValueError: there is no gradient, and an output does not have something of each of this rank's rows, such as one
+            that a model makes of the first token of a sequence.
     """
-    values = output if isinstance(output, tuple) else [output.get(name) for name in VECTORS]
+    values = output if isinstance(output, tuple) else list(output.values())
     # Embeddings ask for a gradient even under no_grad where transformers recomputes layers.
     has_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(values))
     as_whole = not (has_gradient and torch.is_grad_enabled())
 
-    def vectors(x: Any) -> Any:
-        is_of_rows = as_whole and isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == (1, num_rows)
-        return BatchRows.of(x.detach(), shard) if is_of_rows else x
+    def of_rows(x: Any, name: str) -> Any:
+        if not as_whole or not isinstance(x, Tensor) or x.ndim < 2:
+            return x
+        if name == _POOLED or x.shape[:2] != (1, num_rows):
+            raise ValueError(
+                f"{name}: a rank has {num_rows} rows, of which the model makes {list(x.shape)}, so what it would make "
+                "of the whole batch is not known under context parallelism; do not ask for it (build a model without "
+                "its pooler by add_pooling_layer=False), or use the model on one rank"
+            )
+        return BatchRows.of(x.detach(), shard)
 
     if isinstance(output, tuple):
-        return (*output[:has_loss], *(tree_map(vectors, x) for x in output[has_loss:]))
-    for name in VECTORS:
-        if output.get(name) is not None:
-            output[name] = tree_map(vectors, output[name])
+        others = enumerate(output[has_loss:], has_loss)
+        return (*output[:has_loss], *(tree_map(partial(of_rows, name=f"output {i}"), x) for i, x in others))
+    for name, x in list(output.items()):
+        if name not in (*NUMBERS, ROUTERS, *_OF_WHOLE):
+            output[name] = tree_map(partial(of_rows, name=name), x)
     routers = output.get(ROUTERS)
     if as_whole and isinstance(routers, tuple):
         output[ROUTERS] = tuple(BatchRows.of(x.detach().flatten(0, -2)[None], shard, is_flat=True) for x in routers)

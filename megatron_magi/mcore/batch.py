@@ -72,10 +72,14 @@ class BatchDispatcher:
         planner: of this rank.
         agreement_group: all ranks that must read the same batch, on a CPU backend, to compare what they
             read and planned; None to trust.
+
+    Attributes:
+        sums_gradients: who trains sums gradients over context-parallel ranks; Megatron's trainer averages them.
     """
 
     def __init__(self, planner: Planner, agreement_group: dist.ProcessGroup | None) -> None:
         self.planner = planner
+        self.sums_gradients = False
         self._agreement_group = agreement_group
 
     def next(self, data_iterator: Iterator[LoadedBatch | Fields] | None) -> LocalBatch:
@@ -174,6 +178,7 @@ class BatchDispatcher:
             plans=LayerPlans(self.planner, batch.fields, planned, successors, order, visible),
             layout=ShardLayout(planned.batch_size, len(named["tokens"]), named["positions"], named["roll_keeps"], tree),
             num_loss_tokens=planned.num_loss_tokens,
+            sums_gradients=self.sums_gradients,
         )
         return LocalBatch(
             **rows,

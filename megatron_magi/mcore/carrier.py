@@ -192,11 +192,14 @@ class MagiSeqParams(PackedSeqParams):
     layout: ShardLayout = field(default=None, repr=False)
     num_loss_tokens: float | torch.Tensor = 0.0
     """Sum of the loss mask over the whole microbatch; fp32 ``[]`` on the device where it changes in captured graphs."""
+    sums_gradients: bool = False
+    """Gradients are summed over context-parallel ranks; Megatron's trainer averages them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.qkv_format = _Format(self.qkv_format)
-        self.qkv_format.cargo = {name: getattr(self, name) for name in ("plans", "layout", "num_loss_tokens")}
+        own = ("plans", "layout", "num_loss_tokens", "sums_gradients")
+        self.qkv_format.cargo = {name: getattr(self, name) for name in own}
 
 
 class _Format(str):

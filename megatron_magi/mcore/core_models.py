@@ -82,7 +82,8 @@ def dispatcher_of(
     Returns:
         Its ``dispatch(fields)`` takes ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``
         ``[micro_batch_size, seqlen]`` on the CPU, of any length, and ``cu_seqlens``, if there are documents. The same
-        on all ranks that hold the sequences together.
+        on all ranks that hold the sequences together. Losses that Megatron attaches by itself (multi-token prediction,
+        router, indexer) are then parts of a rank, as the loss is: gradients are to be summed over these ranks.
 
     Raises:
         ValueError: the mask does not exist, or the configuration asks for what is not supported.
@@ -92,4 +93,6 @@ def dispatcher_of(
     known = {f.name: getattr(config, f.name) for f in fields(config)}
     more = {"micro_batch_size": micro_batch_size, "magi_mask": mask, "local_rank": envs.local_rank()}
     own = vars(add_arguments(ArgumentParser()).parse_args([]))
-    return make_dispatcher(Namespace(**{**own, **_NOT_IN_CONFIG, **known, **more}))
+    dispatcher = make_dispatcher(Namespace(**{**own, **_NOT_IN_CONFIG, **known, **more}))
+    dispatcher.sums_gradients = True
+    return dispatcher

@@ -40,7 +40,8 @@ def process_mtp_loss(
     Here the loss mask enters multiplied by the number of ranks and the divisor is the count over all of
     them, so the mean over ranks that follows is the mean over tokens. Per-token mode sums over ranks
     and divides by the tokens of the batch: there the weight makes up for it. It is counted from the mask that is
-    given, as a script of the user's may give the model another one than the data set's.
+    given, as a script of the user's may give the model another one than the data set's. Where gradients are summed over
+    ranks and not averaged, the weight is smaller by their number.
 
     Args:
         config: Megatron's.
@@ -59,10 +60,13 @@ def process_mtp_loss(
     if loss_mask is None or cp_group is None:
         raise ValueError("loss_mask, cp_group: multi-token prediction of dispatched tokens needs both")
     cp_size, loss_mask = cp_group.size(), loss_mask.float()
+    factor = config.mtp_loss_scaling_factor
     if config.calculate_per_token_loss:
-        config = copy.copy(config)
-        config.calculate_per_token_loss = False
-        config.mtp_loss_scaling_factor *= _mean_count(loss_mask, cp_group, params, **kwargs)
+        factor = factor * _mean_count(loss_mask, cp_group, params, **kwargs)
+    elif params.sums_gradients:
+        factor = factor / cp_size
+    config = copy.copy(config)
+    config.calculate_per_token_loss, config.mtp_loss_scaling_factor = False, factor
     return seams.original(_LOSS)(
         config=config,
         loss_mask=loss_mask * cp_size,

@@ -16,7 +16,7 @@ def losses(num_ranks: int, *args: str) -> list[float]:
     return json.loads((launch(args, num_ranks, script=SCRIPT).workdir / "losses.json").read_text())
 
 
-@pytest.mark.parametrize("model", ["dense", "experts"])
+@pytest.mark.parametrize("model", ["dense", "experts", "predicting", "averaged"])
 def test_dispatched_microbatches_of_any_length_train_as_stock_on_one_rank(model: str) -> None:
     expected = losses(1, "stock", model)
     assert len(set(expected)) == 4

@@ -17,6 +17,8 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     BartConfig,
+    EsmConfig,
+    EsmModel,
     LlamaForCausalLM,
     LlamaModel,
     LlamaPreTrainedModel,
@@ -113,6 +115,7 @@ def refusals(mesh):
     numbers = RobertaConfig(**sizes, intermediate_size=32, attention_probs_dropout_prob=0.0, is_decoder=True)
     sums = MagiConfig(comm=CommConfig(dsink_all_reduce="sum"))
     bart = BartConfig(vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32)
+    esm = EsmConfig(**sizes, intermediate_size=32, token_dropout=True, pad_token_id=1, attn_implementation="magi")
     noisy = context_parallel(make_model("llama"), mesh)
     noisy.get_input_embeddings().neftune_noise_alpha = 5.0
     replaced = context_parallel(make_model("llama"), mesh)
@@ -129,6 +132,8 @@ def refusals(mesh):
         "labels: OwnForCausalLM": refusal(context_parallel(own_loss, mesh), **batch),
         "labels: LlamaForCausalLM computes its loss": refusal(replaced, **batch),
         "alora_invocation_tokens": refusal(activated, **batch),
+        "token_dropout": refusal(context_parallel, EsmModel(esm), mesh),
+        "token_dropout: embeddings": refusal(shard_batch, batch, mesh, esm),
         "neftune_noise_alpha": refusal(noisy.train(), **batch),
         "model: LlamaForSequenceClassification": refusal(context_parallel, heads[0], mesh),
         "model: LlamaForQuestionAnswering": refusal(context_parallel, heads[1], mesh),

@@ -8,9 +8,12 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
+from transformers import BertConfig, BertForNextSentencePrediction, BertModel, ElectraConfig, ElectraForPreTraining
+
 from megatron_magi.hf import context_parallel
 from megatron_magi.testing.spawn import run_ranks
-from tests.hf.models import make_model, padded_batch
+from tests.hf.models import VOCABULARY, make_model, padded_batch
+from tests.refusals import refusal
 
 
 @torch.no_grad()
@@ -43,6 +46,39 @@ def recompute_layers(rank, num_ranks):
     return {tuple(x.shape[:2]) == tuple(batch["input_ids"].shape) for x in (output.logits, *output.hidden_states)}
 
 
+def encoder(kind, config, attn_implementation, **options):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = config(vocab_size=VOCABULARY, attn_implementation=attn_implementation, **sizes)
+    return kind(config, **options).eval()
+
+
+@torch.no_grad()
+def outputs_of_other_names(rank, num_ranks):
+    """Differences to one rank of numbers and vectors of rows, and what is said of those that are of no rows."""
+    tokens, group = padded_batch()["input_ids"], dist.group.WORLD
+    kinds = {
+        "logits": (ElectraForPreTraining, ElectraConfig, {}),
+        "last_hidden_state": (BertModel, BertConfig, {"add_pooling_layer": False}),
+    }
+    differences = {}
+    for name, (kind, config, options) in kinds.items():
+        expected = encoder(kind, config, "eager", **options)(tokens)[name]
+        found = context_parallel(encoder(kind, config, "magi", **options), group)(tokens)[name]
+        assert found.shape == expected.shape
+        differences[name] = (found - expected).abs().max().item()
+    pooled, of_sequences = BertModel, BertForNextSentencePrediction
+    said = {
+        "pooler_output": refusal(context_parallel(encoder(pooled, BertConfig, "magi"), group), tokens),
+        "logits": refusal(context_parallel(encoder(of_sequences, BertConfig, "magi"), group), tokens),
+        "output 1": refusal(context_parallel(encoder(pooled, BertConfig, "magi"), group), tokens, return_dict=False),
+        "hidden_states": refusal(
+            context_parallel(make_model("gemma3n_shared"), group), tokens, output_hidden_states=True
+        ),
+    }
+    return differences, said
+
+
 def use_in_other_orders(rank, num_ranks):
     model, batch = context_parallel(make_model("llama"), dist.group.WORLD), padded_batch()
     with torch.no_grad():
@@ -65,6 +101,13 @@ def test_one_rank_may_print_them_and_they_can_be_changed_and_read_as_tensors():
 
 def test_without_gradients_hidden_states_are_whole_where_layers_are_recomputed_in_training():
     assert run_ranks(recompute_layers, 2, timeout_s=60) == [{True}, {True}]
+
+
+def test_outputs_of_any_name_are_whole_and_those_that_are_not_of_rows_are_refused():
+    for differences, said in run_ranks(outputs_of_other_names, 2, timeout_s=60):
+        assert max(differences.values()) < 1e-5, differences
+        for name, message in said.items():
+            assert message.startswith(f"{name}: a rank has 26 rows"), (name, message)
 
 
 def test_ranks_that_use_them_in_other_orders_get_a_message():
