@@ -77,7 +77,5 @@ def _checked(monkeypatch, asked):
     ],
 )
 def test_small_sparse_kernels_compile_without_spills(name, part):
-    image, _ = build.compile_kernel(
-        f"attention/sm90/{name}.cu", ("HEAD_DIM=128", "DTYPE=Bf16", f"PART={part}")
-    )
+    image, _ = build.compile_kernel(f"attention/sm90/{name}.cu", ("HEAD_DIM=128", "DTYPE=Bf16", f"PART={part}"))
     assert not resources(image).spilled_bytes
