@@ -6,8 +6,8 @@
 // for dV and dK. dS is written to shared memory, transposed, for dQ = dS K, of which each warpgroup computes half the
 // columns. What is accumulated in device memory (dQ of every block; dK and dV if the query heads of a group are split
 // into items) goes through shared memory to a warp that adds it by TMA reduction; dK and dV of head dim 128, for which
-// shared memory is too small, and dQ of head dim 64 are added from registers. The tile plan is that of the transposed mask: rows are
-// keys, columns are queries.
+// shared memory is too small, and dQ of head dim 64 are added from registers. The tile plan is that of the transposed
+// mask: rows are keys, columns are queries.
 //
 // For every query block a warpgroup issues S and dP, then dV, dQ of the previous block, dK. As dQ lags a block behind,
 // it rarely waits for dS of the other warpgroup, and the warpgroups run out of phase: while one computes exponentials
@@ -127,7 +127,7 @@ struct Shared {
   u64 kv_full, kv_empty;
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   u64 item_full[2], item_empty[2];
-  Item item[2], next_item;  // next_item is used by the producer only
+  Item item[2], next_item;          // next_item is used by the producer only
   int reduce_piece[kGroups];        // to which a staging buffer is to be added, the first of four; -1: the end
   int4 info[kStages];               // BlockInfo
   int2 bounds[kStages][kTileKeys];  // of a masked block: first and past-the-last query that sees each key
@@ -506,8 +506,7 @@ struct Consumer {
   template <int kFirst, int N>
   DEVICE void add_half(const float (&acc)[N], float* sums) {
 #pragma unroll
-    for (int i = 0; i < kDqColumns / 8; ++i)
-      add_global_v4(sums + 4 * kWarpThreads * i, acc + kFirst + 4 * i);
+    for (int i = 0; i < kDqColumns / 8; ++i) add_global_v4(sums + 4 * kWarpThreads * i, acc + kFirst + 4 * i);
   }
 
   // Waits for the other warpgroup's dS of the previous block. It has then also finished reading dS of the block before

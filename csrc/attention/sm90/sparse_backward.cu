@@ -3,9 +3,9 @@
 // registers.
 //
 // A consumer warpgroup owns 64 accumulator rows: S, dP, and dQ += dS K with dS from registers. P and dS of all 128
-// accumulator rows also go through shared memory to a third warpgroup, which computes dV = P^T dO and dK = dS^T Q of the
-// step's keys, 64 columns at a time, and adds them to fp32 sums in device memory, or with STORED stores them in 16 bits
-// for sparse_sums.cu, which adds them key by key. That takes longest, so there are two buffers of P and dS.
+// accumulator rows also go through shared memory to a third warpgroup, which computes dV = P^T dO and dK = dS^T Q of
+// the step's keys, 64 columns at a time, and adds them to fp32 sums in device memory, or with STORED stores them in 16
+// bits for sparse_sums.cu, which adds them key by key. That takes longest, so there are two buffers of P and dS.
 //
 // Compile-time: HEAD_DIM, STORED (0 or 1), DTYPE (Bf16 or Fp16).
 
@@ -243,8 +243,8 @@ struct KeyGradients {
   }
 
   DEVICE void add(const float (&x)[kPanel / 2], const int4& keys, int head_kv, int part) const {
-    float* sums = (part < kPanels ? p.dv_sums : p.dk_sums) + head_kv * p.sum_rows * kHeadDim +
-                  part % kPanels * kPanel + 4 * (lane % 8);
+    float* sums = (part < kPanels ? p.dv_sums : p.dk_sums) + head_kv * p.sum_rows * kHeadDim + part % kPanels * kPanel +
+                  4 * (lane % 8);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const i64 key[2] = {r ? keys.z : keys.x, r ? keys.w : keys.y};

@@ -16,8 +16,7 @@ struct SparsePlacesParams {
 constexpr int kThreads = 256;
 constexpr int kAhead = 4;  // entries that a thread loads at once
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    ffa_sparse_places(const __grid_constant__ SparsePlacesParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads) ffa_sparse_places(const __grid_constant__ SparsePlacesParams p) {
   await_earlier_kernels();
   for (int item = blockIdx.x; item < p.num_lists * p.num_rows; item += gridDim.x) {
     const int list = item / p.num_rows, row = item % p.num_rows;

@@ -14,12 +14,12 @@ constexpr int kMany = 64;                       // places of a key that a warp a
 static_assert(kAtOnce == 1 || kAtOnce == 2);
 
 struct SparseSumsParams {
-  const uint4* given;           // see SparseBackwardParams
-  const int *starts, *places;   // of the places of each key, [lists, keys] and one more; places
-  float4* sums;                 // between parts of the queries: [key heads, keys, dV and dK]
+  const uint4* given;          // see SparseBackwardParams
+  const int *starts, *places;  // of the places of each key, [lists, keys] and one more; places
+  float4* sums;                // between parts of the queries: [key heads, keys, dV and dK]
   u16 *dk, *dv;
-  i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
-  i64 pack_places;                       // of all queries
+  i64 dk_row, dk_head, dv_row, dv_head;       // strides, elements
+  i64 pack_places;                            // of all queries
   int num_keys, heads_kv, list_heads, packs;  // packs: of a key head
   int reads_sums, writes_sums;                // writes_sums: instead of dK and dV
   float scale;
@@ -36,7 +36,8 @@ DEVICE Key key_of(const SparseSumsParams& p, i64 item) {
   return {static_cast<int>(item / p.num_keys), static_cast<int>(item % p.num_keys), __ldg(starts), __ldg(starts + 1)};
 }
 
-// Adds what is given at places begin to end. With two queries an instruction each half of the warp has a sum of its own.
+// Adds what is given at places begin to end. With two queries an instruction each half of the warp has a sum of its
+// own.
 DEVICE void add_places(float (&sum)[8], const SparseSumsParams& p, int head, int begin, int end, int lane) {
   const uint4* given = p.given + head * p.packs * p.pack_places * kLanes + lane % kLanes;
   for (int first = begin; first < end; first += kWarpThreads) {
@@ -93,8 +94,7 @@ DEVICE void finish(float (&sum)[8], const SparseSumsParams& p, const Key& of, in
   if (lane < kLanes) *reinterpret_cast<uint4*>(to + column) = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4)
-    ffa_sparse_sums(const __grid_constant__ SparseSumsParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 4) ffa_sparse_sums(const __grid_constant__ SparseSumsParams p) {
   __shared__ float parts[kWarps][8][kWarpThreads];
   await_earlier_kernels();
   const int warp = uniform(threadIdx.x / kWarpThreads), lane = threadIdx.x % kWarpThreads;
