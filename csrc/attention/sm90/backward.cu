@@ -5,9 +5,9 @@
 // computes transposed scores, so that the register fragments of P and dS are directly the first operands of the wgmmas
 // for dV and dK. dS is written to shared memory, transposed, for dQ = dS K, of which each warpgroup computes half the
 // columns. What is accumulated in device memory (dQ of every block; dK and dV if the query heads of a group are split
-// into items) goes through shared memory to a warp that adds it by TMA reduction; only dK and dV of head dim 128, for
-// which shared memory is too small, are added from registers. The tile plan is that of the transposed mask: rows are
-// keys, columns are queries.
+// into items) goes through shared memory to a warp that adds it by TMA reduction; dK and dV of head dim 128, for which
+// shared memory is too small, and dQ of head dim 64 are added from registers. The tile plan is that of the transposed
+// mask: rows are keys, columns are queries.
 //
 // For every query block a warpgroup issues S and dP, then dV, dQ of the previous block, dK. As dQ lags a block behind,
 // it rarely waits for dS of the other warpgroup, and the warpgroups run out of phase: while one computes exponentials
@@ -104,12 +104,6 @@ struct Item {
   DEVICE bool empty() const { return first_segment >= past_segment; }
 };
 
-// Where a staging buffer is to be added.
-struct ReduceTarget {
-  int piece;  // the first of four; -1: the end
-  int keys;   // 1: to key_sums; 0: to dq
-};
-
 // Description of a query block, from the producer to the consumers.
 struct BlockInfo {
   int column;          // first query
@@ -124,7 +118,8 @@ struct Shared {
   u16 q[kStages][kHeadDim / kPanel][kQueries][kPanel];
   u16 dout[kStages][kHeadDimV / kPanel][kQueries][kPanel];
   u16 ds[kDsBuffers][kGroups][kQueries][kKeys];
-  float staging[kGroups][4][kPieceFloats];  // staging buffers: what is to be added to sums in device memory
+  // Staging buffers: what is to be added to sums in device memory, dQ, or with kRegisterOperands dK and dV.
+  alignas(16) float staging[kGroups][4][kRegisterOperands ? 4 * kPieceFloats : kPieceFloats];
   float lse[kStages][kQueries], delta[kStages][kQueries];
   // SPLIT_STATS: 16 extra columns of Q and dO, in two halves of 8, and the constants that they are multiplied by, for S
   // and for dP.
@@ -132,12 +127,10 @@ struct Shared {
   u64 kv_full, kv_empty;
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   u64 item_full[2], item_empty[2];
-  Item item[2], next_item;  // next_item is used by the producer only
-  ReduceTarget reduce_target[kGroups];
+  Item item[2], next_item;          // next_item is used by the producer only
+  int reduce_piece[kGroups];        // to which a staging buffer is to be added, the first of four; -1: the end
   int4 info[kStages];               // BlockInfo
   int2 bounds[kStages][kTileKeys];  // of a masked block: first and past-the-last query that sees each key
-  alignas(16) float key_staging[kGroups][4][kRegisterOperands ? 4 * kPieceFloats : 4];  // staging buffers of dK and dV,
-                                                                                        // with kRegisterOperands
 };
 
 constexpr u32 kBytesKV = sizeof(Shared::k) + sizeof(Shared::v);
@@ -248,22 +241,22 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
 // ---- two warps, one for each consumer warpgroup, that add staging buffers to the sums in device memory ----
 
 DEVICE void reduce_staged(const BackwardParams& p, Shared& s, int warpgroup) {
-  const u32 staging = smem_address(s.staging[warpgroup]), free = kStagingFree + warpgroup,
-            full = kStagingFull + warpgroup;
+  const u32 free = kStagingFree + warpgroup, full = kStagingFull + warpgroup;
   while (true) {
     named_arrive(free, kReduceThreads);
     named_sync(full, kReduceThreads);
-    const ReduceTarget target = s.reduce_target[warpgroup];
-    if (target.piece < 0) break;
+    const int piece = s.reduce_piece[warpgroup];
+    if (piece < 0) break;
     if (threadIdx.x % 32 == 0) {
-      float* sums = (target.keys ? p.key_sums : p.dq) + static_cast<i64>(target.piece) * kPieceFloats;
-      if (kRegisterOperands && target.keys) {
+      if (kRegisterOperands) {
+        float* sums = p.key_sums + static_cast<i64>(piece) * kPieceFloats;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          add_floats(sums + i * kTileKeys / 16 * kPieceFloats, smem_address(s.key_staging[warpgroup][i]),
+          add_floats(sums + i * kTileKeys / 16 * kPieceFloats, smem_address(s.staging[warpgroup][i]),
                      4 * kPieceFloats * sizeof(float));
       } else {
-        add_floats(sums, staging, 4 * kPieceFloats * sizeof(float));
+        add_floats(p.dq + static_cast<i64>(piece) * kPieceFloats, smem_address(s.staging[warpgroup]),
+                   4 * kPieceFloats * sizeof(float));
       }
       bulk_wait_read();
     }
@@ -467,53 +460,53 @@ struct Consumer {
       store_transposed_x4(base + rows_step(i), ds_t[4 * i], ds_t[4 * i + 1], ds_t[4 * i + 2], ds_t[4 * i + 3]);
   }
 
-  // Writes accumulators of half the columns, from kFirst on, to a staging buffer; kTransposed: of transposed dQ.
-  template <int kFirst, bool kTransposed = false, int N>
+  // Writes accumulators of half the columns, from kFirst on, to a staging buffer.
+  template <int kFirst, int N>
   DEVICE void write_staging(const float (&acc)[N], const void* to) {
-    constexpr u32 kVectorBytes = kWarpThreads * sizeof(float4);  // written by a warp at a time: 8 columns
-    constexpr u32 kTransposedBytes = 16 * 16 * sizeof(float);    // of a transposed piece
-    constexpr u32 kWarpBytes = kTransposed ? kTransposedBytes : kPieceFloats * sizeof(float);
-    const u32 staging =
-        smem_address(to) + threadIdx.x % kWarpgroupThreads / kWarpThreads * kWarpBytes + lane * sizeof(float4);
+    const u32 staging = smem_address(to) +
+                        threadIdx.x % kWarpgroupThreads / kWarpThreads * kPieceFloats * sizeof(float) +
+                        lane * sizeof(float4);
 #pragma unroll
     for (int i = 0; i < kDqColumns / 8; ++i)
-      store_shared_v4(staging + (kTransposed ? i / 2 * 4 * kTransposedBytes + i % 2 * kVectorBytes : i * kVectorBytes),
-                      acc[kFirst + 4 * i], acc[kFirst + 4 * i + 1], acc[kFirst + 4 * i + 2], acc[kFirst + 4 * i + 3]);
+      store_shared_v4(staging + i * kWarpThreads * sizeof(float4), acc[kFirst + 4 * i], acc[kFirst + 4 * i + 1],
+                      acc[kFirst + 4 * i + 2], acc[kFirst + 4 * i + 3]);
   }
 
-  // Passes a staging buffer to the warp that adds it.
-  DEVICE void arrive_staging_full(const ReduceTarget& target) {
-    if (threadIdx.x % kWarpgroupThreads == 0) s.reduce_target[warpgroup] = target;
-    arrive_staging_full();
-  }
-
-  // Writes dQ to the staging buffer. arrive_staging_full passes it on; its proxy fence makes these writes visible to
-  // TMA.
-  DEVICE void stage_dq(const float (&dq)[kDqColumns / 2], const ReduceTarget& target) {
-    named_sync(kStagingFree + warpgroup, kReduceThreads);
-    write_staging<0, kRegisterOperands>(dq, s.staging[warpgroup]);
-    if (threadIdx.x % kWarpgroupThreads == 0) s.reduce_target[warpgroup] = target;
-  }
-
-  DEVICE void arrive_staging_full() {
+  // Passes a staging buffer to the warp that adds it; the fence makes writes to it visible to TMA.
+  DEVICE void arrive_staging_full(int piece) {
+    if (threadIdx.x % kWarpgroupThreads == 0) s.reduce_piece[warpgroup] = piece;
     fence_async_proxy();
     named_arrive(kStagingFull + warpgroup, kReduceThreads);
   }
 
-  DEVICE void reduce_dq(const float (&dq)[kDqColumns / 2], const ReduceTarget& target) {
-    stage_dq(dq, target);
-    arrive_staging_full();
+  DEVICE void reduce_dq(const float (&dq)[kDqColumns / 2], int piece) {
+    named_sync(kStagingFree + warpgroup, kReduceThreads);
+    write_staging<0>(dq, s.staging[warpgroup]);
+    arrive_staging_full(piece);
+  }
+
+  // Adds to sums in device memory. `sums`: this thread's first.
+  static DEVICE void add_global_v4(float* sums, const float* x) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums), "f"(x[0]), "f"(x[1]),
+                 "f"(x[2]), "f"(x[3])
+                 : "memory");
+  }
+
+  // Adds transposed dQ: four pieces of 16 columns for every 16 queries.
+  DEVICE void add_dq_t(const float (&dq_t)[kDqColumns / 2], int piece) {
+    constexpr int kFloats = 16 * 16;  // of such a piece
+    float* sums = p.dq + static_cast<i64>(piece) * kPieceFloats +
+                  threadIdx.x % kWarpgroupThreads / kWarpThreads * kFloats + 4 * lane;
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 8; ++i)
+      add_global_v4(sums + i / 2 * 4 * kFloats + i % 2 * 4 * kWarpThreads, dq_t + 4 * i);
   }
 
   // Adds accumulators of half the columns, from kFirst on, to sums in device memory. `sums`: this thread's in a piece.
   template <int kFirst, int N>
   DEVICE void add_half(const float (&acc)[N], float* sums) {
 #pragma unroll
-    for (int i = 0; i < kDqColumns / 8; ++i)
-      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + 4 * kWarpThreads * i),
-                   "f"(acc[kFirst + 4 * i]), "f"(acc[kFirst + 4 * i + 1]), "f"(acc[kFirst + 4 * i + 2]),
-                   "f"(acc[kFirst + 4 * i + 3])
-                   : "memory");
+    for (int i = 0; i < kDqColumns / 8; ++i) add_global_v4(sums + 4 * kWarpThreads * i, acc + kFirst + 4 * i);
   }
 
   // Waits for the other warpgroup's dS of the previous block. It has then also finished reading dS of the block before
@@ -531,7 +524,7 @@ struct Consumer {
   DEVICE void warp_scheduler_arrive() { named_arrive(kWarpScheduler + 1 - warpgroup, kWarpgroupThreads * kGroups); }
 
   // One query block, with dQ of the previous one. Returns whether there is a next block.
-  DEVICE bool step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], ReduceTarget& previous) {
+  DEVICE bool step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], int& previous) {
     const int now = stage.index;
     float scores_t[32], dp_t[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(dp_t, own);  // to save registers
@@ -554,7 +547,7 @@ struct Consumer {
     fence_operand(dp_t);
     form_ds(scores_t, dp_t, delta, values, ds_t);
     if constexpr (ADD_DQ) {
-      if (previous.piece >= 0) sync_ds_written();
+      if (previous >= 0) sync_ds_written();
       const int before = buffer.index;
       buffer.advance();
       store_ds(ds_t);
@@ -571,8 +564,8 @@ struct Consumer {
     if constexpr (ADD_DQ) {
       fence_operand(dq);
       arrive_ds_written();
-      if (previous.piece >= 0) reduce_dq(dq, previous);
-      previous = {info.piece + warpgroup * p.units, 0};
+      if (previous >= 0) reduce_dq(dq, previous);
+      previous = info.piece + warpgroup * p.units;
     }
     wgmma_wait<0>();  // dK
     fence_operand(ds_t);
@@ -584,7 +577,7 @@ struct Consumer {
 
   // All query blocks of one work item.
   DEVICE void accumulate(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2]) {
-    ReduceTarget previous = {-1, 0};
+    int previous = -1;  // piece of dQ of the previous block; -1: none
     while (step(dk, dv, previous)) {
     }
     if constexpr (ADD_DQ) {
@@ -620,8 +613,8 @@ struct Consumer {
     issue_scores_and_dp(scores_t, dp_t, operands);
     wgmma_wait<0>();
     fence_operand(scores_t), fence_operand(dp_t), fence_operand(operands.k), fence_operand(operands.v);
-    int before = -1;                  // piece of dQ of the previous block; -1: none
-    bool is_staged = false, is_last;  // is_staged: the staging buffer holds dQ that is not yet passed on
+    int before = -1;  // piece of dQ of the previous block; -1: none
+    bool is_last;
     do {
       const int now = stage.index, of_before = buffer.index;
       is_last = info.last;
@@ -639,7 +632,6 @@ struct Consumer {
       buffer.advance();
       store_ds(ds_t);
       fence_async_proxy();
-      if (is_staged) named_arrive(kStagingFull + warpgroup, kReduceThreads);
       if (is_last) arrive_ds_written();
       stage.advance();
       if (!is_last && !is_next) await();
@@ -658,19 +650,17 @@ struct Consumer {
       const int4 next_info = s.info[stage.index];  // after the last block: stale, not used
       release(s.q_empty[now], lane);
       release(s.dout_empty[now], lane);
-      is_staged = before >= 0;
-      if (is_staged) stage_dq(dq_t, {before, 0});
+      if (before >= 0) add_dq_t(dq_t, before);
       before = info.piece + 4 * warpgroup;
       wgmma_wait<0>();
       fence_operand(scores_t), fence_operand(dp_t), fence_operand(operands.k), fence_operand(operands.v);
       info = uniform_info(next_info);
     } while (!is_last);
-    if (is_staged) arrive_staging_full();
     sync_ds_written();
     issue_dq_t(dq_t, buffer.index, operands);
     wgmma_wait<0>();
     fence_operand(dq_t), fence_operand(operands.k_t);
-    reduce_dq(dq_t, {before, 0});
+    add_dq_t(dq_t, before);
   }
 
   // Adds dK and dV of an item that has only some of the query heads of its group.
@@ -679,13 +669,12 @@ struct Consumer {
     const int head_kv = item.head / p.group;
     const int piece = (item.tile * p.heads_kv + head_kv) * 4 * kUnits + 4 * warpgroup;
     if constexpr (kRegisterOperands) {
-      // These buffers are free: dQ of this item was handed over after the warp that adds had read them.
-      write_staging<0>(dk, s.key_staging[warpgroup][0]);
-      write_staging<kHalf>(dk, s.key_staging[warpgroup][1]);
-      write_staging<0>(dv, s.key_staging[warpgroup][2]);
-      write_staging<kHalf>(dv, s.key_staging[warpgroup][3]);
       named_sync(kStagingFree + warpgroup, kReduceThreads);
-      arrive_staging_full({piece, 1});
+      write_staging<0>(dk, s.staging[warpgroup][0]);
+      write_staging<kHalf>(dk, s.staging[warpgroup][1]);
+      write_staging<0>(dv, s.staging[warpgroup][2]);
+      write_staging<kHalf>(dv, s.staging[warpgroup][3]);
+      arrive_staging_full(piece);
       return;
     }
     float* sums =
@@ -736,7 +725,7 @@ struct Consumer {
     }
     if (kRegisterOperands && warpgroup == 0) warp_scheduler_sync();
     named_sync(kStagingFree + warpgroup, kReduceThreads);
-    if (threadIdx.x % kWarpgroupThreads == 0) s.reduce_target[warpgroup].piece = -1;
+    if (threadIdx.x % kWarpgroupThreads == 0) s.reduce_piece[warpgroup] = -1;
     __syncwarp();
     named_arrive(kStagingFull + warpgroup, kReduceThreads);
   }

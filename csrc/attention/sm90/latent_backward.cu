@@ -125,15 +125,6 @@ DEVICE void produce(const LatentBackwardParams& p, Shared& s, int warp, int lane
 
 // ---- consumers ----
 
-// Predicated: in a branch ptxas would wait for the wgmmas in flight.
-DEVICE void add_global_v4(bool adds, float* p, float a, float b, float c, float d) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %0, 0;\n@adds red.global.add.v4.f32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
-          static_cast<int>(adds)),
-      "l"(p), "f"(a), "f"(b), "f"(c), "f"(d)
-      : "memory");
-}
-
 // acc[64 heads, kN] += dS[64 heads, 64 keys] K[64 keys, kN]
 template <int kN>
 DEVICE void issue_dq(float (&acc)[kN / 2], const Operand& ds, const Operand& k) {

@@ -1,15 +1,13 @@
 // Sparse attention backward for sm_90a, for lists of single keys. A work item is a tile of 128 accumulator rows
 // (sparse_tiles.cuh), which iterates over the keys of its list in steps of 64. dQ of the tile is accumulated in
-// registers; its contributions to dK and dV of a step are computed at once and added to sums in device memory.
+// registers.
 //
 // A consumer warpgroup owns 64 accumulator rows: S, dP, and dQ += dS K with dS from registers. P and dS of all 128
-// accumulator rows also go through shared memory, for dV = P^T dO, which the first warpgroup computes, and dK = dS^T Q,
-// computed by the second. These and dQ of a step are issued with S of the next, which overlaps with adding to the sums;
-// dP then reuses their registers.
+// accumulator rows also go through shared memory to a third warpgroup, which computes dV = P^T dO and dK = dS^T Q of
+// the step's keys, 64 columns at a time, and adds them to fp32 sums in device memory, or with STORED stores them in 16
+// bits for sparse_sums.cu, which adds them key by key. That takes longest, so there are two buffers of P and dS.
 //
-// The sums are fp32, or with FIXED fixed-point indices of 64 bits, whose sum does not depend on the order of additions.
-//
-// Compile-time: HEAD_DIM, FIXED (0 or 1), DTYPE (Bf16 or Fp16).
+// Compile-time: HEAD_DIM, STORED (0 or 1), DTYPE (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "row_products.cuh"
@@ -17,23 +15,21 @@
 #include "sparse_backward_tiles.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = 64, kStages = 2;
-constexpr int kBlockThreads = kWarpgroupThreads * (kGroups + 1);
+constexpr int kBlockThreads = kWarpgroupThreads * (kGroups + 2);
 using T = DTYPE;
 using Gather = KeyGather<kHeadDim, kStep>;
 
 // Registers of a thread. Together they are all that the block was launched with.
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-static_assert(kProducerRegisters + kGroups * kConsumerRegisters == 168 * (kGroups + 1));
-
-// Named barriers. 0 is __syncthreads.
-enum NamedBarrier : u32 {
-  kProbsAndDsWritten = 1,  // by both consumer warpgroups
-};
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 168, kThirdRegisters = 120;
+static_assert(kProducerRegisters + kGroups * kConsumerRegisters + kThirdRegisters == 128 * (kGroups + 2));
 
 struct Shared : TileBuffers<kHeadDim, kGroups, kStep, kStages> {
   alignas(kSwizzleAtomBytes) u16 probs[2][kGroups][kWarpgroupRows][kStep];
   u16 ds[2][kGroups][kWarpgroupRows][kStep];
   alignas(16) int index[kStages][kStep];  // indices of keys in the order of the list, -1 for none
+  int key[2][kStep];                      // of rows of P and dS, likewise
+  int2 part[2];                           // of P and dS: flags of the step; key head, or with STORED the list
+  u64 part_full[2], part_empty[2];
 };
 
 constexpr u32 kBytesRows = sizeof(Shared::q) / kGroups;
@@ -87,28 +83,10 @@ struct Loader {
 
 // ---- consumers ----
 
-DEVICE void add_global_v4(float* p, float a, float b, float c, float d) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
-DEVICE void add_fixed(i64* p, float x, float scale) {
-  asm volatile("red.global.add.u64 [%0], %1;" ::"l"(p), "l"(__float2ll_rn(x * scale)) : "memory");
-}
-
-// acc[kStep, kHeadDim] = a[128 rows, kStep]^T * b[128 rows, kHeadDim]
-DEVICE void issue_key_gradient(float (&acc)[kHeadDim / 2], const Operand& a, const Operand& b) {
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kGroups * kWarpgroupRows / 16; ++i)
-    Wgmma<T, kHeadDim>::template ss<1, 1>(acc, a.at(rows_step(i)),
-                                          b.at((i / 4) * kBytesRows + (i % 4) * 16 * kPanelRowBytes), i > 0);
-  wgmma_commit();
-}
-
 struct Consumer {
   const SparseBackwardParams& p;
   Shared& s;
-  const int warpgroup, lane, row_of_warpgroup;  // row_of_warpgroup: first of this thread's two rows, of 64
+  const int warpgroup, lane;
   BackwardThreadRows own_rows;
   PipelineState<kStages> stage;
   PipelineState<2> buffer;  // of P and dS
@@ -117,12 +95,7 @@ struct Consumer {
   u32 store_at;
 
   DEVICE Consumer(const SparseBackwardParams& p, Shared& s, int warpgroup)
-      : p(p),
-        s(s),
-        warpgroup(warpgroup),
-        lane(threadIdx.x % 32),
-        row_of_warpgroup(threadIdx.x % kWarpgroupThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4),
-        own_rows(p.tiles, warpgroup) {
+      : p(p), s(s), warpgroup(warpgroup), lane(threadIdx.x % 32), own_rows(p.tiles, warpgroup) {
     store_at = (threadIdx.x % kWarpgroupThreads / kWarpThreads * 16 + lane % 16) * kPanelRowBytes +
                ((lane / 16 ^ lane % 8) << 4);
     opaque(store_at);
@@ -144,12 +117,11 @@ struct Consumer {
       store_matrices_x4(smem + (store_at ^ (i << 5)), x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
   }
 
-  // Waits for S, the last wgmma in flight, and computes P and dS; both warpgroups may read them after a barrier.
+  // Waits for S, the last wgmma in flight, and computes P and dS.
   DEVICE void form_ds(float (&scores)[kStep / 2], u32 (&ds)[kStep / 4]) {
     float dp[kStep / 2];
     issue_scores<T, kHeadDim, kStep>(dp, Operand(smem_address(s.dout[warpgroup])),
                                      Operand(smem_address(s.v[stage.index])));
-    buffer.advance();
     wgmma_wait<1>();
     fence_operand(scores);
     Gather::hide_unseen(scores, s.info[stage.index], lane);
@@ -158,6 +130,7 @@ struct Consumer {
     for (int i = 0; i < kStep / 2; ++i)
       scores[i] = exp2_fast(fmaf(scores[i], p.scale_log2, -own_rows.lse[(i >> 1) & 1]));
     pack_pairs<T>(probs, scores);
+    barrier_wait(smem_address(&s.part_empty[buffer.index]), buffer.parity ^ 1);
     store(smem_address(s.probs[buffer.index][warpgroup]), probs);
     wgmma_wait<0>();
     fence_operand(dp);
@@ -169,55 +142,19 @@ struct Consumer {
     fence_async_proxy();
   }
 
-  DEVICE void issue_gradients(float (&dq)[kHeadDim / 2], float (&part)[kHeadDim / 2], const u32 (&ds)[kStep / 4],
-                              int index) {
-    named_sync(kProbsAndDsWritten, kWarpgroupThreads * kGroups);
-    issue_weighted<T, kHeadDim, kStep>(dq, ds, Operand(smem_address(s.k[index]), kStep * kPanelRowBytes));
-    const u32 left = warpgroup ? smem_address(s.ds[buffer.index]) : smem_address(s.probs[buffer.index]);
-    const u32 right = warpgroup ? smem_address(s.q) : smem_address(s.dout);
-    issue_key_gradient(part, Operand(left), Operand(right, kWarpgroupRows * kPanelRowBytes));
-  }
-
-  // Keys of a contribution to dK or dV, negative for none: of this thread's two rows, each with the next or the one
-  // before, whichever has an odd number.
-  DEVICE int4 keys_of(int index) const {
-    const int even = row_of_warpgroup & ~1, (&keys)[kStep] = s.index[index];
-    return make_int4(keys[Gather::entry_of_row(even)], keys[Gather::entry_of_row(even + 1)],
-                     keys[Gather::entry_of_row(even + 8)], keys[Gather::entry_of_row(even + 9)]);
-  }
-
-  DEVICE void add_part(const float (&part)[kHeadDim / 2], const int4& keys, int head_kv) const {
-    void* sums = warpgroup ? p.dk_sums : p.dv_sums;
-    if constexpr (FIXED) {
-      const float scale = __ldg(p.fixed_scales + 1 - warpgroup);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int key = row_of_warpgroup % 2 ? (r ? keys.w : keys.y) : (r ? keys.z : keys.x);
-        if (key < 0) continue;
-        i64* to = static_cast<i64*>(sums) + (head_kv * p.sum_rows + key) * kHeadDim + 4 * (lane % 4);
-#pragma unroll
-        for (int j = 0; j < kHeadDim / 16; ++j, to += 16) {
-          const float* x = part + 8 * j + 2 * r;
-          add_fixed(to, x[0], scale), add_fixed(to + 1, x[1], scale);
-          add_fixed(to + 2, x[4], scale), add_fixed(to + 3, x[5], scale);
-        }
-      }
-    } else {
-      float* at = static_cast<float*>(sums) + head_kv * p.sum_rows * kHeadDim + 4 * (lane % 8);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int key[2] = {r ? keys.z : keys.x, r ? keys.w : keys.y};
-#pragma unroll
-        for (int j = 0; j < kHeadDim / 32; ++j) {
-          float x[2][4];
-          exchange_halves(x, part + 16 * j + 2 * r, lane);
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            if (key[i] >= 0)
-              add_global_v4(at + static_cast<i64>(key[i]) * kHeadDim + 32 * j, x[i][0], x[i][1], x[i][2], x[i][3]);
-        }
-      }
+  // Hands P and dS to the third warpgroup. `index`: buffer of the keys; `of`: see Shared::part.
+  DEVICE void hand(int index, int of) {
+    if (warpgroup == 0) {
+      const int thread = threadIdx.x % kWarpgroupThreads;
+      if (thread < kStep) s.key[buffer.index][thread] = s.index[index][Gather::entry_of_row(thread)];
+      if (thread == 0) s.part[buffer.index] = make_int2(flags, of);
     }
+    release(s.part_full[buffer.index], lane);
+    buffer.advance();
+  }
+
+  DEVICE void issue_dq(float (&dq)[kHeadDim / 2], const u32 (&ds)[kStep / 4]) const {
+    issue_weighted<T, kHeadDim, kStep>(dq, ds, Operand(smem_address(s.k[stage.index]), kStep * kPanelRowBytes));
   }
 
   DEVICE void run() {
@@ -226,16 +163,18 @@ struct Consumer {
       const int4 item = *reinterpret_cast<const int4*>(&s.info[stage.index]);
       flags = uniform(item.x);
       if (flags & kNoMoreSteps) break;
-      const int first_row = item.y, head_rows = item.z, head_kv = item.w;
+      const int first_row = item.y, head_rows = item.z;
+      const int of = STORED ? ((head_rows & 0xffff) >> p.tiles.log2_heads) * p.tiles.num_rows + first_row : item.w;
       own_rows.load_stats(p, first_row, head_rows);
       barrier_wait(smem_address(&s.rows_full), rows_parity);
       rows_parity ^= 1;
-      float dq[kHeadDim / 2], part[kHeadDim / 2], scores[kStep / 2];
+      float dq[kHeadDim / 2], scores[kStep / 2];
       u32 ds[kStep / 4];
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dq[i] = 0.f;
       issue_s(scores);
       form_ds(scores, ds);
+      hand(stage.index, of);
       // At the start of each iteration dS of the step is in registers and no wgmma is in flight: ptxas serializes all
       // wgmmas if one is in flight across the back edge of the loop.
       while (true) {
@@ -245,8 +184,7 @@ struct Consumer {
           flags = uniform(flags + 1);
         }
         const int now = stage.index;
-        const int4 keys = keys_of(now);
-        issue_gradients(dq, part, ds, now);
+        issue_dq(dq, ds);
         stage.advance();
         wait_keys();
         issue_s(scores);
@@ -254,23 +192,123 @@ struct Consumer {
         wgmma_wait<1>();
         fence_operand(dq);
         fence_operand(ds);
-        fence_operand(part);
         release(s.empty[now], lane);
-        add_part(part, keys, head_kv);
-        form_ds(scores, ds);  // dP reuses the registers of the part
+        form_ds(scores, ds);
+        hand(stage.index, of);
       }
-      const int4 keys = keys_of(stage.index);
-      issue_gradients(dq, part, ds, stage.index);
+      issue_dq(dq, ds);
       wgmma_wait<0>();
       fence_operand(dq);
       fence_operand(ds);
-      fence_operand(part);
       release(s.empty[stage.index], lane);
       release(s.rows_empty, lane);
       stage.advance();
-      add_part(part, keys, head_kv);
       own_rows.store_dq<T, kHeadDim>(p, dq, first_row, head_rows, lane);
     }
+    barrier_wait(smem_address(&s.part_empty[buffer.index]), buffer.parity ^ 1);
+    if (threadIdx.x == kWarpgroupThreads) s.part[buffer.index].x = kNoMoreSteps;
+    release(s.part_full[buffer.index], lane);
+  }
+};
+
+// The third warpgroup.
+struct KeyGradients {
+  static constexpr int kPanels = kHeadDim / kPanel, kParts = 2 * kPanels;
+
+  const SparseBackwardParams& p;
+  Shared& s;
+  const int lane, row;  // of this thread: its first accumulator row, a key
+  PipelineState<2> buffer;
+  int step = 0;  // of the list
+
+  // A part of dV, or behind those of dK.
+  DEVICE void issue(float (&acc)[kPanel / 2], int part) const {
+    const u32 panel = part % kPanels * kWarpgroupRows * kPanelRowBytes;
+    const Operand a(part < kPanels ? smem_address(s.probs[buffer.index]) : smem_address(s.ds[buffer.index]));
+    const Operand b((part < kPanels ? smem_address(s.dout) : smem_address(s.q)) + panel,
+                    kWarpgroupRows * kPanelRowBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kGroups * kWarpgroupRows / 16; ++i)
+      Wgmma<T, kPanel>::template ss<1, 1>(acc, a.at(rows_step(i)),
+                                          b.at((i / 4) * kBytesRows + (i % 4) * 16 * kPanelRowBytes), i > 0);
+    wgmma_commit();
+  }
+
+  // Keys of this thread's two rows, negative for none; each with the next or the one before, whichever has an odd
+  // number.
+  DEVICE int4 keys_of_rows() const {
+    const int even = row & ~1, (&key)[kStep] = s.key[buffer.index];
+    return make_int4(key[even], key[even + 1], key[even + 8], key[even + 9]);
+  }
+
+  DEVICE void add(const float (&x)[kPanel / 2], const int4& keys, int head_kv, int part) const {
+    float* sums = (part < kPanels ? p.dv_sums : p.dk_sums) + head_kv * p.sum_rows * kHeadDim + part % kPanels * kPanel +
+                  4 * (lane % 8);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const i64 key[2] = {r ? keys.z : keys.x, r ? keys.w : keys.y};
+#pragma unroll
+      for (int j = 0; j < kPanel / 32; ++j) {
+        float y[2][4];
+        exchange_halves(y, x + 16 * j + 2 * r, lane);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          add_global_v4(key[i] >= 0, sums + key[i] * kHeadDim + 32 * j, y[i][0], y[i][1], y[i][2], y[i][3]);
+      }
+    }
+  }
+
+  // Also stores what is given to keys that are none, which nobody reads.
+  DEVICE void store(const float (&x)[kPanel / 2], int list, int part) const {
+    constexpr int kPlace = 2 * kHeadDim;
+    const i64 place = static_cast<i64>(list) * p.list_places + step * kStep + Gather::entry_of_row(row);
+    u16* to = p.given + place * kPlace + part * kPanel + lane % 4 * 8;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int g = 0; g < kPanel / 32; ++g) {
+        u32 word[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* two = x + 4 * (4 * g + j) + 2 * r;
+          word[j] = T::pack(two[0], two[1]);
+        }
+        __stcs(reinterpret_cast<uint4*>(to + r * Gather::entry_of_row(8) * kPlace + 32 * g),
+               make_uint4(word[0], word[1], word[2], word[3]));
+      }
+  }
+
+  // Returns whether there was a step.
+  DEVICE bool finish_step() {
+    barrier_wait(smem_address(&s.part_full[buffer.index]), buffer.parity);
+    const int flags = uniform(s.part[buffer.index].x), of = uniform(s.part[buffer.index].y);
+    if (flags & kNoMoreSteps) return false;
+    int4 keys;
+    if (!STORED) keys = keys_of_rows();
+    auto pass_on = [&](const float (&x)[kPanel / 2], int part) {
+      if constexpr (STORED)
+        store(x, of, part);
+      else
+        add(x, keys, of, part);
+    };
+    float acc[2][kPanel / 2];
+    issue(acc[0], 0);
+#pragma unroll
+    for (int part = 1; part < kParts; ++part) {
+      issue(acc[part % 2], part);
+      wgmma_wait<1>();
+      fence_operand(acc[(part - 1) % 2]);
+      pass_on(acc[(part - 1) % 2], part - 1);
+    }
+    wgmma_wait<0>();
+    fence_operand(acc[(kParts - 1) % 2]);
+    release(s.part_empty[buffer.index], lane);
+    if (flags & kLastStep) release(s.rows_empty, lane);
+    pass_on(acc[(kParts - 1) % 2], kParts - 1);
+    buffer.advance();
+    step = flags & kLastStep ? 0 : step + 1;
+    return true;
   }
 };
 
@@ -278,14 +316,26 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
     ffa_sparse_backward(const __grid_constant__ SparseBackwardParams p) {
   extern __shared__ __align__(kSwizzleAtomBytes) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
-  if (threadIdx.x == 0) s.init(kKeyArrivals<true>);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(smem_address(&s.part_full[i]), 4 * kGroups);
+      barrier_init(smem_address(&s.part_empty[i]), 4);
+    }
+    s.init(kKeyArrivals<true>, 4 * (kGroups + 1));
+  }
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < kWarpgroupThreads) {
     registers_shrink<kProducerRegisters>();
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     Loader loader{p, s, warp, lane};
-    walk_key_lists<kGroups, kHeadDim, kStep, true>(p.tiles, loader, warp, lane);
+    walk_key_lists<kGroups, kHeadDim, kStep, !STORED>(p.tiles, loader, warp, lane);
+  } else if (threadIdx.x >= kWarpgroupThreads * (kGroups + 1)) {
+    registers_shrink<kThirdRegisters>();
+    const int lane = threadIdx.x % kWarpThreads;
+    const int row = threadIdx.x % kWarpgroupThreads / kWarpThreads * 16 + lane / 4;
+    KeyGradients gradients{p, s, lane, row};
+    while (gradients.finish_step()) continue;
   } else {
     registers_grow<kConsumerRegisters>();
     Consumer(p, s, uniform(threadIdx.x / kWarpgroupThreads) - 1).run();

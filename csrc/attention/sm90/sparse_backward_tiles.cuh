@@ -10,13 +10,17 @@ struct SparseBackwardParams {
   const u16 *keys, *values;  // from which single keys are gathered
   const float *lse, *delta;  // [rows, heads]
   u16* dq;
-  // [key heads, sum_rows, columns]: sums without the softmax scale. Columns are permuted: in every 16, those of thread
-  // t of a row (2t, 2t + 1, 2t + 8, 2t + 9) are adjacent.
-  void *dk_sums, *dv_sums;                                                        // float, or with FIXED i64
-  const float* fixed_scales;                                                      // FIXED: of dk_sums and dv_sums
+  // Of single keys, without the softmax scale. Sums of dK and dV, [key heads, sum_rows, columns], whose columns are
+  // permuted: in every 16, those of thread t of a row (2t, 2t + 1, 2t + 8, 2t + 9) are adjacent.
+  float *dk_sums, *dv_sums;
+  // Or with STORED what each query gives to dV and dK of each key of its list, summed over the heads of a pack: [packs,
+  // rows, list_places, 2, columns]. In every 32 columns those of thread t (8j + 2t, 8j + 2t + 1, j = 0 to 3) are
+  // adjacent.
+  u16* given;
   int k_row, v_row;                                                               // strides, elements
   i64 k_head, v_head, lse_row, lse_head, delta_row, delta_head, dq_row, dq_head;  // strides, elements
   i64 sum_rows;
+  int list_places;  // length of a list, rounded up to steps
   float scale, scale_log2;
 };
 
@@ -31,9 +35,10 @@ struct TileBuffers {
   u64 full[kStages], empty[kStages];
   StepInfo info[kStages];
 
-  // Initializes the mbarriers, by one thread; `arrivals`: of the full barriers of keys and values.
-  DEVICE void init(u32 arrivals) {
-    init_buffer(rows_full, rows_empty, 4 * kGroups);
+  // Initializes the mbarriers, by one thread; `arrivals`: of the full barriers of keys and values; `row_readers`: warps
+  // that release queries and dO.
+  DEVICE void init(u32 arrivals, u32 row_readers = 4 * kGroups) {
+    init_buffer(rows_full, rows_empty, row_readers);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(smem_address(&full[i]), arrivals);
       barrier_init(smem_address(&empty[i]), 4 * kGroups);

@@ -1,21 +1,14 @@
 // Converts the sums of sparse_backward.cu into the gradients of keys and values: dK times the softmax scale.
 //
-// Compile-time: HEAD_DIM, FIXED (0 or 1: sums are integers, times a scale), DTYPE (Bf16 or Fp16).
+// Compile-time: HEAD_DIM, DTYPE (Bf16 or Fp16).
 
 #include "../../common/ptx.cuh"
 
 using T = DTYPE;
 constexpr int kParts = HEAD_DIM / 16;  // of a row, one for each thread
 
-#if FIXED
-using Sums = longlong4;
-#else
-using Sums = float4;
-#endif
-
 struct SparsePostprocessParams {
-  const Sums *dk_sums, *dv_sums;  // [key heads, sum_rows, columns]; see sparse_backward.cu for the order of columns
-  const float* fixed_scales;      // FIXED: of dk_sums and dv_sums
+  const float4 *dk_sums, *dv_sums;  // see SparseBackwardParams
   u16 *dk, *dv;
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   i64 sum_rows;
@@ -23,18 +16,10 @@ struct SparsePostprocessParams {
   float scale;
 };
 
-DEVICE void postprocess_part(const Sums* sums, u16* to, float factor, int which, const SparsePostprocessParams& p) {
+DEVICE void postprocess_part(const float4* sums, u16* to, float factor) {
   float4 x[4];
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
-#if FIXED
-    const double unit = 1. / p.fixed_scales[which];
-    const Sums y = sums[t];
-    x[t] = make_float4(y.x * unit, y.y * unit, y.z * unit, y.w * unit);
-#else
-    x[t] = __ldcs(sums + t);
-#endif
-  }
+  for (int t = 0; t < 4; ++t) x[t] = __ldcs(sums + t);
   u32 low[4], high[4];
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
@@ -53,6 +38,6 @@ extern "C" __global__ void __launch_bounds__(256)
   const int part = item % kParts;
   if (head >= p.heads) return;
   const i64 from = (head * p.sum_rows + row) * (HEAD_DIM / 4) + 4 * part;
-  postprocess_part(p.dk_sums + from, p.dk + row * p.dk_row + head * p.dk_head + 16 * part, p.scale, 0, p);
-  postprocess_part(p.dv_sums + from, p.dv + row * p.dv_row + head * p.dv_head + 16 * part, 1.f, 1, p);
+  postprocess_part(p.dk_sums + from, p.dk + row * p.dk_row + head * p.dk_head + 16 * part, p.scale);
+  postprocess_part(p.dv_sums + from, p.dv + row * p.dv_row + head * p.dv_head + 16 * part, 1.f);
 }

@@ -184,8 +184,8 @@ def backward(
         f"SPLIT_STATS={int(splits)}", *_optional(STREAM_KV=stream_kv, CAPTURED=captured),
     )  # fmt: skip
     tiles = (128 + 64 * stages) * sum(dims) + stages * 128 * 64  # k, v, q, dout, dS
-    shared = 2 * tiles + 4 * 64 * dims[0] + stages * (512 + 1024) + _SPARE_BYTES
-    shared += 4 * 2 * 128 * dims[0] if holds else 0  # staging of dk and dv
+    shared = 2 * tiles + stages * (512 + 1024) + _SPARE_BYTES
+    shared += 4 * 2 * 128 * dims[0] if holds else 4 * 64 * dims[0]  # staging of dk and dv, or of dq
     shared += (stages * 2 + 4) * 1024 if splits else stages * 512
     return KernelVariant("backward", macros, 384, shared)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_magi.backends.base import check_support, with_output
 from megatron_magi.backends.sm90 import sparse_kernels as kernels
+from megatron_magi.backends.sm90 import sparse_single_keys
 from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.sparse_backward import backward_by_keys, backward_by_tiles, may_add_dq
 from megatron_magi.backends.sm90.sparse_lists import lists_of
@@ -98,9 +99,12 @@ def backward(
     q, k, v, dout, lse, delta = inputs
     check_support(why_not, q, v)
     tensors = tuple(kernels.readable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
+    if pattern.k_block == 1:
+        lists = lists_of(pattern)
+        return sparse_single_keys.backward(tensors, lse, delta, pattern, lists, softmax_scale, deterministic)
     alone = not deterministic and may_add_dq(q, k, pattern)
     lists = None if alone and pattern.is_mask else lists_of(pattern)
     if alone:
         return backward_by_keys(tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=True)
-    dq, of_keys = backward_by_tiles(tensors, lse, delta, pattern, lists, softmax_scale, deterministic)
-    return dq, *(of_keys or backward_by_keys(tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=False)[1:])
+    dq = backward_by_tiles(tensors, lse, delta, pattern, lists, softmax_scale)
+    return dq, *backward_by_keys(tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=False)[1:]

@@ -1,9 +1,8 @@
-"""Backward of sparse attention on Hopper GPUs.
+"""Backward of sparse attention over blocks of keys on Hopper GPUs; of single keys: `sparse_single_keys`.
 
 For blocks of 128 keys one kernel may compute all gradients along lists of queries, with dq accumulated in fp32 sums.
-Otherwise, and in deterministic mode, dq is computed by tiles along lists of keys, and dk and dv of blocks by that
-kernel without dq. For single keys dk and dv are also accumulated, in fp32 in no fixed order, or in fixed point, where
-the order does not matter.
+Otherwise, and in deterministic mode, dq is computed by tiles along lists of keys, and dk and dv by that kernel without
+dq.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ _TEAMS = {64: 2, 128: 1}  # teams of the kernel along lists of queries, by keys 
 _LEAST_STEPS, _SUM_HEADS = {64: 32, 128: 64}, 2  # of parts of long lists, by keys of a block
 _LEAST_STEPS_OF_FEW = 4  # of parts of few lists
 _ZEROING_BLOCKS = 2048
-_FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes it
 
 
 @dataclass(frozen=True)
@@ -121,68 +119,31 @@ def may_add_dq(q: Tensor, k: Tensor, pattern: SparsePattern) -> bool:
 
 
 def backward_by_tiles(
-    tensors: Tensors,
-    lse: Tensor,
-    delta: Tensor,
-    pattern: SparsePattern,
-    lists_of_rows: Lists,
-    softmax_scale: float,
-    deterministic: bool,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """``(dq, (dk, dv))`` of q, k, v, dout, which TMA can load; for a pattern of blocks ``(dq, None)``."""
-    q, k, v, _ = tensors
-    (num_rows, num_heads, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
-    stream, indexed = current_stream(q.device), pattern.k_block == 1
-    dq = torch.empty((num_rows, num_heads, dim), dtype=q.dtype, device=q.device)
-    sum_rows = num_blocks(num_keys, kernels.PIECE) * kernels.PIECE
-    shared = pattern.tensors[-1].shape[-1] >= num_keys // 64  # tiles that share few keys need not start together
-    fixed = indexed and deterministic
-    scales = _fixed_scales(tensors, delta) if fixed else None
-    dtype = torch.int64 if fixed else torch.float32
-    sums = torch.zeros((2, heads_kv, sum_rows if indexed else 0, dim), dtype=dtype, device=q.device)
+    tensors: Tensors, lse: Tensor, delta: Tensor, pattern: SparsePattern, lists_of_rows: Lists, softmax_scale: float
+) -> Tensor:
+    """dq of q, k, v, dout, which TMA can load, and a pattern of blocks."""
+    q, k, *_ = tensors
+    stream = current_stream(q.device)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     def make() -> Launch:
-        params = params_of("sparse_backward")(
+        params = params_of("sparse_backward_queries")(
             tiles=kernels.cut_tiles(q, k, pattern),
-            k_row=k.stride(0), k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
-            dq_row=dq.stride(0), dq_head=dq.stride(1), sum_rows=sum_rows,
-            scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
+            dq_row=dq.stride(0), dq_head=dq.stride(1), scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
         )  # fmt: skip
-        if indexed:
-            if not shared:
-                params.tiles.long_list = kernels.BEHIND_ALL
-            kernel = kernels.backward_kernel(q.device, q.dtype, dim, fixed)
-        else:
-            kernel = kernels.backward_queries_kernel(q.device, q.dtype, dim)
-        return Launch(kernel, grid_size(q.device, params.tiles.num_items), params, _boxes(tensors))
+        kernel = kernels.backward_queries_kernel(q.device, q.dtype, q.shape[2])
+        return Launch(kernel, grid_size(q.device, params.tiles.num_items), params, kernels.boxes(*tensors))
 
     counter = launch_counter(q.device, stream)
-    key = _key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream, fixed, indexed and shared)
-    launch = prepared(key, make)
+    launch = prepared(_key("sparse_backward_queries", tensors, (lse, delta), pattern, softmax_scale, stream), make)
     with launch.lock:
         launch.point_maps(*(t.data_ptr() for t in tensors))
         params = launch.params
         lists_of_rows.point(params.tiles, counter)
-        params.keys, params.values = k.data_ptr(), v.data_ptr()
         params.lse, params.delta, params.dq = lse.data_ptr(), delta.data_ptr(), dq.data_ptr()
-        params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
-        params.fixed_scales = 0 if scales is None else scales.data_ptr()
         launch.fire(stream)
-    return dq, _finished(sums, scales, k, v, softmax_scale, stream) if indexed else None
-
-
-def _fixed_scales(tensors: Tensors, delta: Tensor) -> Tensor:
-    """Scales of fixed-point sums of dk and dv, powers of two for which no sum can overflow; fp32 ``[2]``.
-
-    Probabilities are at most 1 and dS at most ``|dout| |v| + |delta|``. If a tensor is not finite, neither are the
-    scales (or they are 0), so that the gradients are not finite either.
-    """
-    q, _, v, dout = tensors
-    longest = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).amax() for t in (dout, v)]
-    largest = [t.abs().amax().float() for t in (q, dout)]
-    most = torch.stack([(longest[0] * longest[1] + delta.abs().amax()) * largest[0], largest[1]])
-    return torch.exp2(torch.floor(61 - torch.log2(most * (q.shape[0] * q.shape[1]))).clamp_max(120))
+    return dq
 
 
 def backward_by_keys(
@@ -224,7 +185,7 @@ def backward_by_keys(
         )  # fmt: skip
         kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim, pattern.k_block, adds_dq)
         grid = grid_size(q.device, tiles.num_items)
-        return Launch(kernel, grid, params, _boxes(tensors))
+        return Launch(kernel, grid, params, kernels.boxes(*tensors))
 
     counter = launch_counter(q.device, stream)
     launch = prepared(_key("sparse_backward_keys", tensors, (), pattern, softmax_scale, stream, adds_dq, parts), make)
@@ -237,13 +198,6 @@ def backward_by_keys(
         params.part_sums, params.parts_done = part_sums.data_ptr(), sums.data_ptr()
         launch.fire(stream)
     return _finished_dq(sums, q, rows, softmax_scale, stream) if adds_dq else None, dk, dv
-
-
-def _boxes(tensors: Tensors) -> tuple[tuple[Tensor, int] | tuple[Tensor, int, int], ...]:
-    """TMA boxes of q, k, v, dout: the tensor, rows, and heads."""
-    q, k, v, dout = tensors
-    group = q.shape[1] // k.shape[1]
-    return kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group)
 
 
 def _key(name: str, tensors: tuple, stats: tuple, pattern: SparsePattern, *rest: object) -> tuple:
@@ -300,28 +254,3 @@ def _finished_dq(sums: Tensor, q: Tensor, rows: _Rows, softmax_scale: float, str
         launch.params.sums, launch.params.dq = sums.data_ptr(), dq.data_ptr()
         launch.fire(stream)
     return dq
-
-
-def _finished(
-    sums: Tensor, scales: Tensor | None, k: Tensor, v: Tensor, softmax_scale: float, stream: int
-) -> tuple[Tensor, Tensor]:
-    """dk and dv from their sums ``[2, num_heads_kv, sum_rows, head_dim]``, with scales if these are fixed-point."""
-    dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
-    num_keys, heads, dim = k.shape
-
-    def make() -> Launch:
-        params = params_of("sparse_postprocess")(
-            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
-            sum_rows=sums.shape[2], num_rows=num_keys, heads=heads, scale=softmax_scale,
-        )  # fmt: skip
-        blocks = num_blocks(num_keys * heads * dim, _FINISHED_ELEMENTS)
-        return Launch(kernels.postprocess_kernel(k.device, k.dtype, dim, scales is not None), blocks, params)
-
-    launch = prepared(("sparse_postprocess", k.device, k.dtype, k.shape, softmax_scale, scales is None), make)
-    with launch.lock:
-        params = launch.params
-        params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
-        params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
-        params.fixed_scales = 0 if scales is None else scales.data_ptr()
-        launch.fire(stream)
-    return dk, dv

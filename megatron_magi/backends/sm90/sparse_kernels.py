@@ -38,12 +38,12 @@ def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: i
     return _load(device, "sparse_forward", defines, 128 * (groups + 1), shared)
 
 
-def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
-    """Backward of single keys: dq, and sums of dk and dv; ``fixed``: in fixed point."""
-    defines = f"HEAD_DIM={dim}", f"FIXED={int(fixed)}", element(dtype)
-    # q and dout, two stages of k and v; twice P and dS
-    shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 2048
-    return _load(device, "sparse_backward", defines, 384, shared)
+def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, stored: bool) -> Kernel:
+    """Backward of single keys: dq, and sums of dk and dv; ``stored``: instead, what each query gives to them."""
+    defines = f"HEAD_DIM={dim}", f"STORED={int(stored)}", element(dtype)
+    # q and dout, two stages of k and v; twice P and dS; barriers, indices
+    shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 3072
+    return _load(device, "sparse_backward", defines, 512, shared)
 
 
 def backward_queries_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> Kernel:
@@ -83,11 +83,6 @@ def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ())
     return _load(device, name, defines, 256, 0)
 
 
-def postprocess_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
-    """Converts sums of dk and dv, fixed-point if ``fixed``, to gradients."""
-    return small_kernel(device, "sparse_postprocess", (f"HEAD_DIM={dim}", f"FIXED={int(fixed)}", element(dtype)))
-
-
 def heads_of_tile(group: int, groups: int) -> int:
     """Heads of a group whose rows share a tile: the largest power of two that divides the group, and fits."""
     return min(group & -group, groups * PIECE)
@@ -108,6 +103,12 @@ def query_box(t: Tensor, group: int) -> tuple[Tensor, int, int]:
     """TMA box of a tensor of queries: the tensor, rows and heads."""
     heads = heads_of_tile(group, 1)
     return t, PIECE // heads, heads
+
+
+def boxes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[tuple[Tensor, int] | tuple[Tensor, int, int], ...]:
+    """TMA boxes of the tensors of a backward: the tensor, rows, and heads."""
+    group = q.shape[1] // k.shape[1]
+    return query_box(q, group), (k, PIECE), (v, PIECE), query_box(dout, group)
 
 
 def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, groups: int = 2) -> ctypes.Structure:

@@ -77,3 +77,13 @@ SPARSE_PART_BYTES = 24 << 20
 """Bytes of q and dout of a key head from which on lists of queries are cut into parts of this size: dk and dv
 of blocks of 64 keys at 134 and 268 MB 1.10 to 1.12 and 1.12 to 1.14 times as fast, of 128 keys 1.00 to 1.03 and 1.03 to
 1.06."""
+
+LEAST_STORED_SUM_BYTES, MOST_STORED_ADDITIONS = 48 << 20, 1.5
+"""Backward over single keys: if the fp32 sums of dk and dv of a key head have more bytes, so that they exceed the L2
+cache, and the lists of a wave of tiles name a key less often on average, it is faster to store what each query gives to
+a key and to add it key by key than to add it in memory at once: 1.07 to 1.46 times as fast at 0.5 and 1.0 names, 67 to
+537 MB; 0.92 at 2.1 names and 134 MB, 0.65 to 0.9 with more names or sums in the cache."""
+
+GIVEN_BYTES, GIVEN_OVER_SUMS = 1 << 30, 2
+"""Bytes of what queries give to keys that are stored at a time: the first, or so many times the bytes of the sums if
+that is more, as these are read and written each time."""

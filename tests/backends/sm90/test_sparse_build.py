@@ -21,8 +21,8 @@ KERNELS = {
     "sparse_forward, single keys": (sparse_kernels.forward_kernel, (2, True)),
     "sparse_forward, few places": (sparse_kernels.forward_kernel, (1, False)),
     "sparse_forward, few places, single keys": (sparse_kernels.forward_kernel, (1, True)),
-    "sparse_backward, single keys": (sparse_kernels.backward_kernel, (False,)),
-    "sparse_backward, single keys, integers": (sparse_kernels.backward_kernel, (True,)),
+    "sparse_backward, single keys, added": (sparse_kernels.backward_kernel, (False,)),
+    "sparse_backward, single keys, stored": (sparse_kernels.backward_kernel, (True,)),
     "sparse_backward_queries": (sparse_kernels.backward_queries_kernel, ()),
     "sparse_backward_keys, 64": (sparse_kernels.backward_keys_kernel, (64, False)),
     "sparse_backward_keys, 128": (sparse_kernels.backward_keys_kernel, (128, False)),
@@ -69,14 +69,13 @@ def _checked(monkeypatch, asked):
     [
         ("sparse_lists", 0),
         ("sparse_postprocess", 0),
-        ("sparse_postprocess", 1),
+        ("sparse_sums", 0),
+        *(("sparse_places", i) for i in range(2)),
         ("sparse_preprocess", 0),
         ("sparse_postprocess_dq", 0),
         *(("sparse_transpose", i) for i in range(3)),
     ],
 )
 def test_small_sparse_kernels_compile_without_spills(name, part):
-    image, _ = build.compile_kernel(
-        f"attention/sm90/{name}.cu", ("HEAD_DIM=128", "DTYPE=Bf16", f"PART={part}", f"FIXED={part}")
-    )
+    image, _ = build.compile_kernel(f"attention/sm90/{name}.cu", ("HEAD_DIM=128", "DTYPE=Bf16", f"PART={part}"))
     assert not resources(image).spilled_bytes

@@ -155,8 +155,11 @@ def test_every_compiled_backward_matches_fp64(dim, dtype):
         check_backward(make_case(pattern, 200, 900, (32, 2), dim, dtype))
 
 
+@pytest.mark.parametrize("most_bytes", [1 << 30, 1 << 20])
 @pytest.mark.parametrize("k_block", [1, 64, 128])
-def test_deterministic_gradients_repeat_bit_by_bit(k_block):
+def test_deterministic_gradients_repeat_bit_by_bit(monkeypatch, k_block, most_bytes):
+    monkeypatch.setattr(tuning, "GIVEN_BYTES", most_bytes)
+    monkeypatch.setattr(tuning, "GIVEN_OVER_SUMS", 0)
     single = k_block == 1
     pattern = index_pattern(2, 300, 2000, 700) if single else block_pattern("lists", 2, 300, 2000, 16, k_block, True)
     x = make_case(pattern, 300, 2000, (32, 2))
@@ -171,15 +174,63 @@ def test_keys_behind_the_last_add_nothing_to_dq_where_logits_are_far_below_zero(
     check_backward(x)
 
 
+def store_always(monkeypatch) -> None:
+    """What queries give to single keys is stored, never added at once."""
+    monkeypatch.setattr(tuning, "LEAST_STORED_SUM_BYTES", 0)
+    monkeypatch.setattr(tuning, "MOST_STORED_ADDITIONS", 1 << 30)
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 30, 100_000])
+@pytest.mark.parametrize("topk", [1, 100, 517])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_single_keys_that_are_stored_match_fp64(monkeypatch, shape, topk, most_bytes):
+    """In one part, and in many."""
+    store_always(monkeypatch)
+    monkeypatch.setattr(tuning, "GIVEN_BYTES", most_bytes)
+    monkeypatch.setattr(tuning, "GIVEN_OVER_SUMS", 0)
+    num_rows, num_keys, heads, _ = shape
+    for lists in (1, heads[1]):
+        x = make_case(index_pattern(lists, num_rows, num_keys, topk, topk), num_rows, num_keys, heads)
+        check_backward(x)
+        check_backward(x, deterministic=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("stored", [False, True])
+def test_keys_that_all_lists_name_often_get_the_gradients_of_fp64(monkeypatch, stored, dim, dtype):
+    if stored:
+        store_always(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    entries = torch.randint(0, 700, (1, 600, 200), dtype=torch.int32, generator=generator)
+    entries[..., :20] = torch.arange(20, dtype=torch.int32)
+    entries[..., 150:] = 5  # 50 times a list
+    entries[..., 100:110] = 700  # behind the last key
+    x = make_case(to_cuda(SparsePattern((entries,), 1, 1, False)), 600, 700, (32, 1), dim, dtype)
+    check_backward(x)
+    check_backward(x, deterministic=True)
+
+
 def test_deterministic_gradients_of_what_is_not_finite_are_not_finite():
+    """Those of the query, and of the keys that it lists; the others are as they were."""
     x = make_case(index_pattern(1, 20, 50, 10), 20, 50, (16, 1))
-    for wrong in (torch.inf, torch.nan):
+    indices = x.pattern.tensors[0].transpose(0, 1)
+    listed = indices[3, 0][indices[3, 0] >= 0].long()
+    assert len(listed)
+    others = torch.ones(50, dtype=torch.bool, device="cuda").index_fill_(0, listed, False)
+    found = []
+    for wrong in (0.0, torch.inf, torch.nan):
         leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-        out, _ = index_sparse_attention(*leaves, x.pattern.tensors[0].transpose(0, 1), deterministic=True)
+        out, _ = index_sparse_attention(*leaves, indices, deterministic=True)
         dout = x.dout.clone()
         dout[3, 2, 1] = wrong
         out.backward(dout)
-        assert not bool(leaves[1].grad.isfinite().any()) and not bool(leaves[2].grad.isfinite().any())
+        found.append([t.grad for t in leaves])
+        if wrong:
+            assert not bool(found[-1][1][listed].isfinite().all(-1).any())
+            assert not bool(found[-1][2][listed, :, 1].isfinite().any())
+            for got, finite in zip(found[-1][1:], found[0][1:], strict=True):
+                assert torch.equal(got[others], finite[others])
 
 
 @pytest.mark.parametrize("form", ["blocks", "keys"])

@@ -10,7 +10,14 @@ import torch
 from megatron_magi.backends import registry
 from megatron_magi.backends.sm90 import latent as latent_hopper
 from megatron_magi.backends.sm90 import sparse as sparse_hopper
-from megatron_magi.backends.sm90 import sparse_backward, sparse_kernels, sparse_lists, support, tuning
+from megatron_magi.backends.sm90 import (
+    sparse_backward,
+    sparse_kernels,
+    sparse_lists,
+    sparse_single_keys,
+    support,
+    tuning,
+)
 from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.cuda.driver import Kernel
 from megatron_magi.operands.passes import BackwardInputs
@@ -24,9 +31,9 @@ from tests.backends.sm90.fake_driver import fake_driver
 def launched(monkeypatch):
     """Names of the kernels that are queued."""
     with fake_driver(monkeypatch) as names:
-        for module in (sparse_hopper, sparse_backward, sparse_lists):
+        for module in (sparse_hopper, sparse_backward, sparse_lists, sparse_single_keys):
             monkeypatch.setattr(module, "current_stream", lambda _device: 0)
-        for module in (sparse_hopper, sparse_backward):
+        for module in (sparse_hopper, sparse_backward, sparse_single_keys):
             monkeypatch.setattr(module, "sm_count", lambda _device: 132)
         monkeypatch.setattr(sparse_kernels, "_load", lambda _d, name, _m, threads, size: Kernel(name, threads, size))
         yield names
@@ -80,7 +87,7 @@ def test_lists_of_few_keys_do_not_begin_together_whichever_lists_came_first(laun
             found[width] = launch.params.tiles.long_list
         return launch
 
-    monkeypatch.setattr(sparse_backward, "prepared", prepared)
+    monkeypatch.setattr(sparse_single_keys, "prepared", prepared)
     for width in (10, 3, 12):
         out, _ = index_sparse_attention(*inputs, torch.zeros(100, 1, width, dtype=torch.int32), impl="ffa")
         out.sum().backward()
@@ -204,15 +211,53 @@ def test_other_dtypes_and_devices_are_refused_by_name(monkeypatch):
         index_sparse_attention(*tensors(64, torch.float32), indices, impl="ffa")
 
 
-def test_scales_of_integer_sums_keep_the_largest_sum_in_64_bits():
-    q, k, v = (t.detach().float() for t in tensors(64))
-    for t in (q, v):
-        t.normal_()
-    dout, delta = torch.randn_like(q), torch.randn(q.shape[:2])
-    of_dk, of_dv = sparse_backward._fixed_scales((q, k, v, dout), delta).double()
-    most = q.shape[0] * q.shape[1]
-    assert 2**59 < most * dout.abs().max() * of_dv < 2**62
-    assert most * q.abs().max() * (dout[:, :, None] @ v[:1, :1, :, None].squeeze(-1).mT).abs().max() * of_dk < 2**62
+def test_gradients_of_single_keys_are_stored_where_sums_exceed_the_cache_and_few_lists_name_a_key(launched):
+    """As measured on one H200 with 132 SMs, head dim 128."""
+
+    def stores(keys, width, rows=8192):
+        q, k = (torch.empty(n, 1, 128, dtype=torch.bfloat16, device="meta") for n in (rows, keys))
+        return sparse_single_keys.stores(q, k, width)
+
+    k = 1024
+    assert all(stores(*case) for case in ((64 * k, 512), (128 * k, 512), (512 * k, 512), (512 * k, 2048)))
+    assert not any(stores(*case) for case in ((32 * k, 512), (64 * k, 2048), (128 * k, 2048), (128 * k, 16 * k)))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_queries_give_to_keys_is_stored_a_part_at_a_time(launched, monkeypatch, deterministic):
+    """300 keys of 2 heads: sums have 614 KB, twice as much is stored at a time: 9 queries of 2 heads and 128 places."""
+    for name, value in (("LEAST_STORED_SUM_BYTES", 0), ("MOST_STORED_ADDITIONS", 1000), ("GIVEN_BYTES", 0)):
+        monkeypatch.setattr(tuning, name, value)
+    inputs = tensors(128)
+    asked, empty = [], torch.empty
+
+    def note(*size, **options):
+        found = empty(*size, **options)
+        asked.append(found.nbytes)
+        return found
+
+    out, _ = index_sparse_attention(*inputs, torch.zeros(100, 2, 70, dtype=torch.int32), impl="ffa",
+                                    deterministic=deterministic)  # fmt: skip
+    launched.clear()
+    monkeypatch.setattr(torch, "empty", note)
+    out.sum().backward()
+    of_part = [*([] if deterministic else ["sparse_places"] * 2), "sparse_backward", "sparse_sums"]
+    assert [name for name in launched if name != "row_delta"] == of_part * 12  # 100 queries
+    assert max(asked) == 9 * 2 * 128 * 2 * 128 * 2 <= 2 * 8 * inputs[1].numel()
+    last = launched.params["sparse_sums"]
+    assert (last.reads_sums, last.writes_sums, last.packs, last.list_heads) == (1, 0, 1, 2)
+    assert last.pack_places == 128 and launched.params["sparse_backward"].list_places == 128
+
+
+def test_places_that_are_sorted_name_each_key_where_lists_do():
+    entries = torch.randint(-3, 13, (2, 7, 70), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    starts, places = sparse_single_keys._sorted_places(entries[:, 1:], 10, sparse_single_keys._Form(2, 128, 6))
+    assert starts.dtype == places.dtype == torch.int32 and starts.shape == (21,)
+    for head in range(2):
+        for key in range(10):
+            row, number = (entries[head, 1:] == key).nonzero().T
+            first, past = starts[10 * head + key : 10 * head + key + 2].tolist()
+            assert places[first:past].tolist() == (128 * row + number).tolist()
 
 
 @pytest.mark.usefixtures("launched")
