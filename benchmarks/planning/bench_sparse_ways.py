@@ -40,7 +40,8 @@ def largest_share(case: Case, num_ranks: int, heads_kv: int) -> tuple[float, Ten
     places = [positions_of(case.num_keys, rank, num_ranks) for rank in range(num_ranks)]
     most, lists = 0, torch.empty(0)
     for rank, positions in enumerate(places):
-        lists = lists_of(case, positions[:QUERIES] if case.is_single else positions, heads_kv)
+        if rank == 0 or case.pattern in ("near", "keys"):  # of others positions do not matter
+            lists = lists_of(case, positions[:QUERIES] if case.is_single else positions, heads_kv)
         if case.is_single:
             named = torch.zeros((1, case.num_keys), dtype=torch.bool)
             named[0, lists.flatten().long()] = True
@@ -78,7 +79,7 @@ def main() -> None:
                 for density in options.densities:
                     rows.append(row(Case(pattern, num_keys, density), num_ranks))
                     print_row(HEADER, rows[-1])
-    write_csv(options.csv, HEADER, rows)
+        write_csv(options.csv, HEADER, rows)
 
 
 if __name__ == "__main__":
