@@ -5,7 +5,8 @@
 // S = Q K^T and P, the second one dP = dO V^T and, with P from shared memory, dS. Then each computes half of the
 // columns of dQ += dS K, in registers, after which the buffer is free. The third one computes the contribution to the
 // gradient of the keys, dS^T Q, to which P^T dO is added in the columns of the values, 64 columns at a time, and adds
-// it to fp32 sums in device memory, which takes longest: so the other two are a block ahead, up to P.
+// it to fp32 sums in device memory, which takes longest: so the other two are a block ahead, up to P. The producer has
+// the rows of these sums brought into the L2 cache, where Q, dO and dQ, which are read or written once, are to stay short.
 //
 // Compile-time: DTYPE (Bf16 or Fp16).
 
