@@ -13,11 +13,13 @@ from benchmarks._lib.sparse_cases import LATENT_SCALE, Case
 from megatron_magi.ops.latent_attention import latent_sparse_attention
 
 Pass = Callable[[], Tensor]
+MOST_ERROR = 0.02
+"""Of a peer's output, or of a gradient where it has none, relative to ours."""
 _TILELANG = "megatron.core.transformer.experimental_attention_variant.ops.sparse_mla"
 
 
-def _flash_mla_forward(case: Case, q: Tensor, kv: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """Out, largest logits and lse by FlashMLA's kernel for prefills.
+def flash_mla(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, None]:
+    """FlashMLA's kernel for prefills, which has no backward.
 
     Raises:
         Unavailable: it is not installed, or its version has no such kernel.
@@ -26,43 +28,37 @@ def _flash_mla_forward(case: Case, q: Tensor, kv: Tensor) -> Callable[[], tuple[
     if not hasattr(module, "flash_mla_sparse_fwd"):
         raise Unavailable("this version has no flash_mla_sparse_fwd; its sources have, at deepseek-ai/FlashMLA")
     indices, dim_v = case.indices, case.dims[1]
-    return lambda: module.flash_mla_sparse_fwd(q, kv, indices, LATENT_SCALE, d_v=dim_v)
+    return lambda: module.flash_mla_sparse_fwd(q, kv, indices, LATENT_SCALE, d_v=dim_v)[0], None
 
 
-def flash_mla(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, None]:
-    """FlashMLA, which has no backward.
-
-    Raises:
-        Unavailable: as `_flash_mla_forward`.
-    """
-    attend = _flash_mla_forward(case, q, kv)
-    return lambda: attend()[0], None
-
-
-def cudnn_dsa(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, Pass]:
-    """The cuDNN frontend's backward, after FlashMLA's forward: it has none of its own.
+def cudnn_dsa(case: Case, q: Tensor, kv: Tensor) -> tuple[None, Pass]:
+    """The cuDNN frontend's backward, after this project's forward: on Hopper it has none of its own.
 
     Raises:
-        Unavailable: either is not installed.
+        Unavailable: it is not installed.
+        RuntimeError: its gradient of q is not ours.
     """
     module = import_one(("cudnn",))
     try:
         attend_backward = module.DSA.sparse_attention_backward_wrapper
     except (AttributeError, ImportError) as error:
         raise Unavailable(f"cudnn: {error}; it needs nvidia-cudnn-frontend[cutedsl]") from error
-    attend = _flash_mla_forward(case, q, kv)
-    out, _, lse = attend()
+    leaf = q.detach().requires_grad_()
+    out, meta = case.attend(leaf, kv)
     dout, no_sink = torch.randn_like(out), torch.full((q.shape[1],), -torch.inf, device=q.device)
     assert case.indices is not None
     listed = case.indices[:, 0].contiguous()
     lengths = torch.full((len(listed),), listed.shape[1], dtype=torch.int32, device=q.device)
+    rows = q, kv[:, 0], out.detach(), dout, meta.lse, no_sink, listed
 
     def backward() -> Tensor:
-        return attend_backward(
-            q, kv[:, 0], out, dout, lse, no_sink, listed, softmax_scale=LATENT_SCALE, topk_length=lengths
-        )["dq"]
+        return attend_backward(*rows, softmax_scale=LATENT_SCALE, topk_length=lengths)["dq"]
 
-    return lambda: attend()[0], backward
+    (ours,) = torch.autograd.grad(out, leaf, dout)
+    difference = float((backward().float() - ours.float()).norm() / ours.float().norm())
+    if not difference < MOST_ERROR:
+        raise RuntimeError(f"its dq is {difference:.3f} off")
+    return None, backward
 
 
 def tilelang(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, Pass]:
@@ -104,4 +100,4 @@ def triton(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, Pass]:
 
 
 LATENT_PEERS = {"triton": triton, "flash_mla": flash_mla, "cudnn_dsa": cudnn_dsa, "tilelang": tilelang}
-"""By name: forward, and backward where there is one."""
+"""By name: forward and backward, where there is one."""

@@ -4,13 +4,8 @@
         [--patterns NAME ...] [--turns N] [--cpu]
 
 Whole calls of `calc_block_sparse_attn` and `calc_index_sparse_attn`, forward and backward, with the ways in turns;
-medians over the turns of the slowest rank's time. bf16, head_dim 128, zigzag. A list names ``density`` percent of the
-keys:
-
-- ``near``: blocks of 128 queries, 64:8 heads, the blocks of 128 keys around their own;
-- ``shared``: the same, each query the same blocks, at random;
-- ``random``: blocks at random for each block of queries and key head: together nearly all;
-- ``keys``: 128:1 heads, up to 2,048 single keys for each query, of ``density`` percent that are the same for all.
+medians over the turns of the slowest rank's time. bf16, head_dim 128, zigzag. Patterns: those of
+`benchmarks._lib.sparse_ways`, blocks with 64:8 heads, single keys with 128:1.
 
 ``share``: the largest share of a rank's keys that lists of another name, which is the capacity of ``selected``;
 ``bounded``: with half more capacity. ``all``: gathered. ``row_mb``: rows of keys and values that a rank receives in the
@@ -34,17 +29,14 @@ from torch import Tensor
 
 from benchmarks._lib.provenance import print_row, write_csv
 from benchmarks._lib.ranks import join_ranks
+from benchmarks._lib.sparse_ways import BLOCK, DENSITIES, KEYS, PATTERNS, Case, lists_of, shape_of
 from megatron_magi import api
 from megatron_magi.calibration import present_rates
-from megatron_magi.plan.sparse_ways import SparseShape, ways_us
+from megatron_magi.plan.sparse_ways import ways_us
 
 HEADER = (
     "pattern", "keys", "ranks", "density", "share", "way", "forward_ms", "backward_ms", "row_mb", "predicted_us",
 )  # fmt: skip
-PATTERNS = ("near", "shared", "random", "keys")
-KEYS = (32768, 131072, 524288)
-DENSITIES = (1, 2, 5, 10, 25, 50)
-BLOCK, MOST_KEYS = 128, 2048
 
 
 class Setting(NamedTuple):
@@ -64,35 +56,6 @@ class Setting(NamedTuple):
         return cls(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16, 128, (64, 8), (128, 1))
 
 
-class Case(NamedTuple):
-    """A pattern over keys that all ranks hold equal numbers of."""
-
-    pattern: str
-    num_keys: int
-    density: float
-
-
-def lists_of(case: Case, key: api.DistAttnRuntimeKey, heads_kv: int, device: torch.device) -> Tensor:
-    """Lists of this rank's queries, ascending; random ones from the same seed on all ranks."""
-    generator = torch.Generator(device).manual_seed(0)
-    positions = api.get_position_ids(key).to(device)
-    if case.pattern == "keys":
-        chosen = torch.randperm(case.num_keys, generator=generator, device=device)
-        chosen = chosen[: max(1, round(case.num_keys * case.density / 100))].sort().values.int()
-        at = torch.arange(min(MOST_KEYS, len(chosen)), device=device) + positions[:, None] * MOST_KEYS
-        return chosen[at % len(chosen)][:, None]
-    blocks, own = case.num_keys // BLOCK, positions[::BLOCK] // BLOCK
-    width = max(1, round(blocks * case.density / 100))
-    if case.pattern == "near":
-        first = (own - width // 2).clamp(0, blocks - width)
-        return (first[:, None] + torch.arange(width, device=device))[None].int()
-    if case.pattern == "shared":
-        chosen = torch.randperm(blocks, generator=generator, device=device)[:width].sort().values
-        return chosen.expand(1, len(own), -1).int().contiguous()
-    scores = torch.rand((heads_kv, len(own), blocks), generator=generator, device=device)
-    return scores.topk(width).indices.sort(-1).values.int()
-
-
 class Calls:
     """The calls of a case on this rank."""
 
@@ -101,9 +64,10 @@ class Calls:
         self.key = api.magi_attn_varlen_key(bounds, bounds, cp_group_or_mesh=dist.group.WORLD, layout="zigzag")
         self.case, self.is_single = case, case.pattern == "keys"
         self.heads = setting.key_heads if self.is_single else setting.block_heads
-        self.lists = lists_of(case, self.key, self.heads[1], setting.device)
+        positions = api.get_position_ids(self.key)
+        self.lists = lists_of(case, positions.to(setting.device), self.heads[1])
         generator = torch.Generator(setting.device).manual_seed(dist.get_rank())
-        rows = len(api.get_position_ids(self.key))
+        rows = len(positions)
         shape = {"device": setting.device, "dtype": setting.dtype, "generator": generator}
         self.qkv = [
             torch.randn((rows, heads, setting.dim), **shape).requires_grad_()
@@ -132,13 +96,8 @@ class Calls:
     def predicted_us(self, options: dict) -> float:
         """Of both passes, by the rates of the GPU that is there."""
         num_ranks, k = dist.get_world_size(), self.qkv[1]
-        own = self.case.num_keys // num_ranks
-        shape = SparseShape(
-            num_ranks, self.case.num_keys, own, self.rows(options) // (num_ranks - 1),
-            2 * k.shape[1] * k.shape[2] * k.element_size(), self.lists.shape[1 if self.is_single else 0],
-            self.lists.nbytes, not self.is_single,
-        )  # fmt: skip
-        found = ways_us(shape, present_rates())
+        rows, row_bytes = self.rows(options) // (num_ranks - 1), 2 * k.shape[1] * k.shape[2] * k.element_size()
+        found = ways_us(shape_of(self.case, num_ranks, rows, row_bytes, self.lists), present_rates())
         return found.all_keys if options["fetch"] == "all" else found.selected
 
 

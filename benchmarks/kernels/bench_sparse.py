@@ -27,7 +27,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks._lib.latent_providers import LATENT_PEERS
+from benchmarks._lib.latent_providers import LATENT_PEERS, MOST_ERROR
 from benchmarks._lib.provenance import write_csv
 from benchmarks._lib.providers import Unavailable
 from benchmarks._lib.sparse_cases import Case, cases
@@ -38,7 +38,6 @@ HEADER = (
     "case", "queries", "keys", "heads", "q_block", "k_block", "keys_seen", "provider", "forward_ms", "forward_tflops",
     "backward_ms", "backward_tflops", "deterministic_ms", "deterministic_tflops", "plan_us",
 )  # fmt: skip
-MOST_ERROR = 0.02  # of a peer's output, relative to ours
 
 
 def measure(case: Case, seconds: float, peers: list[str], forward_only: bool = False) -> list[list]:
@@ -66,7 +65,7 @@ def measure(case: Case, seconds: float, peers: list[str], forward_only: bool = F
         except Unavailable as why:
             print(f"{case.name}, {name}: left out, {why}", file=sys.stderr)
             continue
-        if passes is not None:
+        if passes is not None and passes[0] is not None:
             found = passes[0]()
             difference = float((found.float() - out.detach().float()).norm() / out.detach().float().norm())
             error = "" if difference < MOST_ERROR else f"its output is {difference:.3f} off"
@@ -100,7 +99,7 @@ def peer_of(case: Case, name: str) -> Callable:
 
 
 def _is_known(name: str, times: dict, failed: dict) -> bool:
-    return name in failed or f"{name} forward" in times
+    return name in failed or any(f"{name} {which}" in times for which in ("forward", "backward"))
 
 
 def _row(case: Case, name: str, times: dict[str, float | str], error: str) -> list:

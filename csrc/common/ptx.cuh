@@ -85,6 +85,16 @@ DEVICE void load_box(u32 smem, const TensorMap* map, int column, int head, int r
       : "memory");
 }
 
+// The same of what is read once: the L2 cache evicts it first.
+DEVICE void load_box_once(u32 smem, const TensorMap* map, int column, int head, int row, u32 barrier) {
+  asm volatile(
+      "{\n.reg .b64 once;\ncreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, "
+      "%4}], [%5], once;\n}" ::"r"(smem),
+      "l"(map), "r"(column), "r"(head), "r"(row), "r"(barrier)
+      : "memory");
+}
+
 // Stores a box; rows out of bounds are not written. Completion is by bulk group: bulk_commit(), then bulk_wait_read().
 DEVICE void store_box(const TensorMap* map, u32 smem, int column, int head, int row) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(smem),
@@ -97,6 +107,11 @@ DEVICE void load_bytes(u32 smem, const void* global, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
+}
+
+// Has contiguous bytes brought into the L2 cache; size and address are multiples of 16.
+DEVICE void prefetch_bytes(const void* global, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
 // Adds floats in shared memory to global memory, and commits; size and addresses are multiples of 16 bytes.

@@ -5,7 +5,8 @@
 // S = Q K^T and P, the second one dP = dO V^T and, with P from shared memory, dS. Then each computes half of the
 // columns of dQ += dS K, in registers, after which the buffer is free. The third one computes the contribution to the
 // gradient of the keys, dS^T Q, to which P^T dO is added in the columns of the values, 64 columns at a time, and adds
-// it to fp32 sums in device memory, which takes longest: so the other two are a block ahead, up to P.
+// it to fp32 sums in device memory, which takes longest: so the other two are a block ahead, up to P. The producer has
+// the rows of these sums brought into the L2 cache, where Q, dO and dQ, which are read or written once, are to stay short.
 //
 // Compile-time: DTYPE (Bf16 or Fp16).
 
@@ -70,9 +71,10 @@ DEVICE void load_rows(const LatentBackwardParams& p, Shared& s, const Item& item
   }
   barrier_expect_bytes(bar, sizeof(s.q) + sizeof(s.dout));
 #pragma unroll
-  for (int i = 0; i < kPanels; ++i) load_box(smem_address(s.q[i]), &p.q, i * kPanel, item.head, item.row, bar);
+  for (int i = 0; i < kPanels; ++i) load_box_once(smem_address(s.q[i]), &p.q, i * kPanel, item.head, item.row, bar);
 #pragma unroll
-  for (int i = 0; i < kBehind; ++i) load_box(smem_address(s.dout[i]), &p.dout, i * kPanel, item.head, item.row, bar);
+  for (int i = 0; i < kBehind; ++i)
+    load_box_once(smem_address(s.dout[i]), &p.dout, i * kPanel, item.head, item.row, bar);
 }
 
 // Eight threads copy a row; warp w copies rows 4 w to 4 w + 3 of every 16, whose keys its first 16 lanes hold.
@@ -114,6 +116,8 @@ DEVICE void produce(const LatentBackwardParams& p, Shared& s, int warp, int lane
         for (int j = 0; j < kPanels; ++j) copy_chunk(to + i * 16 * kPanelRowBytes + j * kPanelBytes, from + j * kPanel);
       }
       copies_arrive(smem_address(&s.full));
+      // Whole rows of sums, before parts of them are added to.
+      if (key >= 0) prefetch_bytes(p.sums + (static_cast<i64>(head_kv) * p.num_keys + key) * kDim, kDim * sizeof(float));
       first += kWidth;
     } while (first < count);
   }
@@ -234,7 +238,7 @@ struct Consumer {
         }
         transpose_quad(word, lane);  // so that each thread stores 16 bytes
         if (row + 8 * r < item.heads)
-          *reinterpret_cast<uint4*>(to + 32 * g + 8 * (lane % 4)) = make_uint4(word[0], word[1], word[2], word[3]);
+          __stcs(reinterpret_cast<uint4*>(to + 32 * g + 8 * (lane % 4)), make_uint4(word[0], word[1], word[2], word[3]));
       }
     }
   }

@@ -23,7 +23,7 @@ from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
 _ANY_DIMS = (64, 64)
 _HEADS = 64
 """Query heads of a tile."""
-_BYTES_APART = 96 << 20
+_BYTES_APART = 32 << 20
 """Sums of the gradient of keys up to which streaming multiprocessors begin items on their own. Where they are larger
 and items begin together, their lists, which ascend, reach the same keys at about the same time."""
 _TOGETHER = 128

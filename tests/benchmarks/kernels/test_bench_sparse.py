@@ -56,21 +56,29 @@ def fake_flash_mla(q, kv, indices, sm_scale, d_v=512):
 
 
 def test_peers_get_the_case_as_their_libraries_take_it(case, tensors, modules):
-    seen = {}
+    seen, factor = {}, 1.0
 
     def backward(q, kv, out, dout, lse, sink, indices, *, softmax_scale, topk_length):
         seen.update(kv=kv.shape, indices=indices.shape, lengths=topk_length.tolist(), scale=softmax_scale)
-        return {"dq": torch.zeros_like(q), "dkv": torch.zeros_like(kv)}
+        leaves = [x.detach().requires_grad_() for x in (q, kv[:, None])]
+        own, meta = latent_sparse_attention(*leaves, indices[:, None], softmax_scale=softmax_scale)
+        torch.testing.assert_close((out, lse), (own.detach(), meta.lse))
+        assert bool((sink == -torch.inf).all())
+        dq, dkv = torch.autograd.grad(own, leaves, dout)
+        return {"dq": factor * dq, "dkv": dkv[:, 0]}
 
     wrapper = SimpleNamespace(sparse_attention_backward_wrapper=backward)
     modules(flash_mla=SimpleNamespace(flash_mla_sparse_fwd=fake_flash_mla), cudnn=SimpleNamespace(DSA=wrapper))
-    wanted = case.attend(*tensors)[0]
-    for name in ("flash_mla", "cudnn_dsa"):
-        forward, backward_pass = bench_sparse.peer_of(case, name)(case, *tensors)
-        torch.testing.assert_close(forward(), wanted)
-        assert (backward_pass is None) == (name == "flash_mla")
+    forward, nothing = bench_sparse.peer_of(case, "flash_mla")(case, *tensors)
+    torch.testing.assert_close(forward(), case.attend(*tensors)[0])
+    no_forward, backward_pass = bench_sparse.peer_of(case, "cudnn_dsa")(case, *tensors)
+    assert nothing is None and no_forward is None
     assert backward_pass().shape == tensors[0].shape
     assert seen == {"kv": (KEYS, 576), "indices": (QUERIES, TOPK), "lengths": [TOPK] * QUERIES, "scale": LATENT_SCALE}
+    factor = 1.1
+    with pytest.raises(RuntimeError, match=r"its dq is 0\.100 off"):
+        bench_sparse.peer_of(case, "cudnn_dsa")(case, *tensors)
+    assert bench_sparse._is_known("cudnn_dsa", {"cudnn_dsa backward": 1.0}, {})
 
 
 def test_peers_that_are_not_there_say_so(case, tensors, modules):
