@@ -96,6 +96,24 @@ def distributed_attention(
             not finite, in the backward too.
         RuntimeError: the ranks disagree in what they call or in its options, or another rank has raised an error.
     """
+    more = sink_layout, softmax_scale, softcap, return_max_logits
+    return attend(q, k, v, rank_plan, group, config, sink, *more)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rank_plan: RankPlan,
+    group: Group,
+    config: MagiConfig | None,
+    sink: torch.Tensor | None,
+    sink_layout: str,
+    softmax_scale: float | None,
+    softcap: float,
+    return_max_logits: bool,
+) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """`distributed_attention`, for callers that are outside of compiled graphs already: leaving one takes time."""
     config = _DEFAULTS if config is None else config
     if not isinstance(config, MagiConfig):
         raise ValueError(f"config: expected a MagiConfig or None, got {type(config).__name__}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -34,6 +34,9 @@ _prepared: WeakValueDictionary[tuple, DevicePlan] = (
 _digests: FrozenMemo[bytes] = FrozenMemo()
 _facts: LruCache[bytes, MaskFacts] = LruCache(0, _MAX_PLANS)
 
+
+_NO_TABLE = np.empty(0, dtype=np.int32)
+_NO_TABLE.setflags(write=False)
 
 ScheduleKey = tuple[int, int, int, int, bool]
 """Arguments of `HostPlan.schedule`, on which a schedule depends."""
@@ -102,7 +105,10 @@ class HostPlan:
 
     def without_table(self) -> HostPlan:
         """The plan without its table, which is on a device."""
-        return replace(self, table=self.table[:0].copy())
+        return HostPlan(
+            self.starts, self.costs, _NO_TABLE, self.offsets, self.step, self.heads_inner, self.long_tile, self.packed,
+            self.arriving,
+        )  # fmt: skip
 
     def schedule(self, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool = False) -> Schedule:
         """Items of the backward in one kernel; see `schedule.make_schedule`."""
@@ -138,7 +144,7 @@ class DevicePlan:
     def make_schedule(self, key: ScheduleKey) -> DeviceSchedule:
         """The schedule of a `schedule_key`."""
         made = self.host.schedule(*key)
-        return DeviceSchedule(*upload([made.items], self.memory.device), made.num_split)
+        return DeviceSchedule(upload([made.items], self.memory.device)[0], made.num_split)
 
     def fields(
         self, *, busy: bool = False, second: bool = False, schedule: DeviceSchedule | None = None
@@ -321,7 +327,7 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
 
     def make() -> DevicePlan:
         host = make_host_plan(bands, tiling)
-        return DevicePlan(host.without_table(), *upload([host.table], device))
+        return DevicePlan(host.without_table(), upload([host.table], device)[0])
 
     plan = _prepared.get(key) or _plans.get(key)
     return plan or made_once(key, make, lambda made: _plans.put(key, made, made.memory.nbytes))
