@@ -101,10 +101,10 @@ class Plan:
             own_area, fetched_area = areas_by_place(self._part)
         self._use_cpp = use_cpp
         self._area = own_area + fetched_area
-        chooses = cpp_predict.choose_degree if use_cpp else choose_degree
-        self.degree = (
-            0 if self._is_whole else chooses(own_area, fetched_area, self._part.remote_rows, overlap, config.dispatch.rates)
-        )
+        self.degree = 0
+        if not self._is_whole:
+            chooses, rows = cpp_predict.choose_degree if use_cpp else choose_degree, self._part.remote_rows
+            self.degree = chooses(own_area, fetched_area, rows, overlap, config.dispatch.rates)
         self._stages = split_stages(self._part, self.degree)
         self._transfers = TransferTable(self._part, self._stages, ranks_per_node, use_cpp)
         self.schedule: Schedule = make_schedule(
