@@ -260,6 +260,18 @@ class MagiConfig:
     attend: AttendConfig = field(default_factory=AttendConfig)
     comm: CommConfig = field(default_factory=CommConfig)
 
+    def __hash__(self) -> int:
+        """Found once: configurations are looked up with each key."""
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.dispatch, self.overlap, self.attend, self.comm))
+            object.__setattr__(self, "_hash", known)
+        return known
+
+    def __getstate__(self) -> dict:
+        """Without the hash, which differs between processes."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     def __post_init__(self) -> None:
         _check_part("dispatch", self.dispatch, DispatchConfig)
         _check_part("overlap", self.overlap, OverlapConfig)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from megatron_magi.config import MagiConfig
 from megatron_magi.variables import (
@@ -171,7 +172,8 @@ def load(environ: Mapping[str, str] | None = None) -> Environment:
     Raises:
         ValueError: a value is malformed, or asks for a feature that is not available yet.
     """
-    environ = os.environ if environ is None else environ
+    if environ is None:
+        return _loaded()
     # Few of the variables are set, and a look at ``os.environ`` takes time.
     set_here = {name: environ[name] for name in environ if name in VARIABLES or name.startswith(PREFIX)}
     found = [_reading(variable, set_here) for name, variable in VARIABLES.items() if name in set_here]
@@ -189,6 +191,23 @@ def load(environ: Mapping[str, str] | None = None) -> Environment:
     if unknown := unknown_names(set_here):
         _warn_of(unknown)
     return Environment(tuple(given.items()))
+
+
+def _loaded() -> Environment:
+    """That of ``os.environ``: read again when a variable has changed, as it is asked for with each key."""
+    # Names and values as the process has them, compared as a whole: decoding all names takes 60 us.
+    present = getattr(os.environ, "_data", None)
+    if _last and present is not None and present == _last[0]:
+        return _last[1]
+    before = None if present is None else dict(present)
+    found = load(os.environ)
+    if before is not None:
+        _last[:] = before, found
+    return found
+
+
+_last: list[Any] = []
+"""What `_loaded` has read, and what it is."""
 
 
 @cache  # the environment is read in several places, and for each key
@@ -263,6 +282,11 @@ def check_te_attention(environ: Mapping[str, str] | None = None) -> None:
                 f"{name}: {value!r} chooses among Transformer Engine's attention kernels, of which --attention-backend "
                 "magi uses none; unset it"
             )
+
+
+def workspace(environ: Mapping[str, str] | None = None) -> str | None:
+    """``workspace`` of `load_build`."""
+    return (os.environ if environ is None else environ).get(WORKSPACE, "").strip() or None
 
 
 def load_build(environ: Mapping[str, str] | None = None) -> BuildSettings:

@@ -2,6 +2,7 @@ import ast
 import dataclasses
 import math
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -285,3 +286,30 @@ def test_no_other_module_of_the_product_touches_the_environment():
             if isinstance(node, ast.ImportFrom) and node.module == "os":
                 users.update(path.name for name in node.names if "env" in name.name)
     assert users == {"envs.py"}
+
+
+def test_the_environment_is_read_again_when_it_changes(monkeypatch):
+    name = PREFIX + "DIST_ATTN_RUNTIME_DICT_SIZE"
+    monkeypatch.delenv(name, raising=False)
+    default = envs.load().plan_cache_size
+    for size in (default + 1, default + 2):
+        monkeypatch.setenv(name, str(size))
+        assert envs.load().plan_cache_size == size == envs.load().plan_cache_size
+    monkeypatch.setenv(name, "none")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=name):
+            envs.load()
+    monkeypatch.delenv(name)
+    assert envs.load().plan_cache_size == default
+
+
+def test_the_workspace_is_that_of_the_build_settings():
+    for environ in ({}, {PREFIX + "WORKSPACE_BASE": " /scratch "}, {PREFIX + "WORKSPACE_BASE": " "}):
+        assert envs.workspace(environ) == envs.load_build(environ).workspace
+
+
+def test_a_configuration_is_sent_without_its_hash_which_differs_between_processes():
+    config = MagiConfig()
+    assert hash(config) == hash(MagiConfig()) and config == MagiConfig()
+    sent = pickle.loads(pickle.dumps(config))
+    assert sent == config and vars(sent).keys() == {field.name for field in dataclasses.fields(config)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_magi.checks import int_at_least
 from megatron_magi.config import CostModel, MagiConfig
@@ -54,6 +55,8 @@ def magi_config(
         config = given.to_magi_config(default, head_shape)
     else:
         raise ValueError(f"dist_attn_config: expected DistAttnConfig or MagiConfig, got {type(given).__name__}")
+    if chunk_size is None and pad_size is None:
+        return config
     for name, value, least in (("chunk_size", chunk_size, 1), ("pad_size", pad_size, 0)):
         if value is None:
             continue
@@ -64,6 +67,7 @@ def magi_config(
     return config
 
 
+@lru_cache(maxsize=64)  # keys of one model have one
 def with_head_shape(config: MagiConfig, head_shape: HeadShape) -> MagiConfig:
     """``config`` with the numbers of ``head_shape`` that are not None in its cost model."""
     given = {name: n for name, n in zip(_SHAPE_NAMES, head_shape, strict=True) if n is not None}

@@ -19,7 +19,7 @@ from megatron_magi.api.mask_types import GeneralAttnMaskType
 from megatron_magi.api.masks import mask_from_ranges, mask_of_key
 from megatron_magi.api.runtime import KeyRuntime, RuntimeCache, default_device
 from megatron_magi.api.static_key import StaticKey
-from megatron_magi.attention import distributed_attention
+from megatron_magi.attention.distributed import attend
 from megatron_magi.checks import IntArrayLike, flag, instance, integer, renamed
 from megatron_magi.comm import dispatch as _dispatch
 from megatron_magi.comm import roll as _roll
@@ -365,17 +365,8 @@ def calc_attn(
         RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
     runtime = key if isinstance(key, StaticKey) else _RUNTIMES.get(key).agreed()
-    out, meta = distributed_attention(
-        q,
-        k,
-        v,
-        runtime.rank_plan,
-        runtime.group,
-        config=key.config,
-        sink=sink,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        return_max_logits=return_max_logits,
+    out, meta = attend(
+        q, k, v, runtime.rank_plan, runtime.group, key.config, sink, "sh", softmax_scale, softcap, return_max_logits
     )
     if meta.max_logits is not None and runtime.rank_plan.cp_size > 1:
         dist.all_reduce(meta.max_logits, op=dist.ReduceOp.MAX, group=runtime.group)

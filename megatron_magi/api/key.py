@@ -38,7 +38,7 @@ class DistAttnRuntimeKey:
     num_heads_kv: int | None
     head_dim: int | None
     cp_group: dist.ProcessGroup | None
-    config: MagiConfig
+    config: MagiConfig = field(hash=False)  # it is compared; masks differ more often
     key_for_dispatch: DistAttnRuntimeKey | None = None
     layout: Dispatch | None = None
     total_seqlen: int = field(default=0, compare=False)

@@ -64,7 +64,8 @@ def new_key(
     if cp_group_or_mesh is not None and config.comm.ranks_per_node is None:
         told = ranks_per_node_of(cp_group_or_mesh)
         nodes = environment.ranks_per_node(told, "cp_group_or_mesh of two dimensions, or CommConfig.ranks_per_node,")
-        config = replace(config, comm=replace(config.comm, ranks_per_node=nodes))
+        if nodes is not None:
+            config = replace(config, comm=replace(config.comm, ranks_per_node=nodes))
     group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
     held = _layout_of(layout, cu_seqlens, mask.total_seqlen_q, config, 1 if group is None else group.size())
     key = DistAttnRuntimeKey(mask, *shape, cp_group=group, config=config, layout=held)

@@ -8,8 +8,8 @@ import numpy as np
 
 from megatron_magi.api.mask_types import GeneralAttnMaskType, as_ranges, mask_types
 from megatron_magi.checks import IntArrayLike, flag, int_array, int_at_least
-from megatron_magi.mask import AttnMask, AttnRanges, builders
-from megatron_magi.mask.documents import cumulative
+from megatron_magi.mask import AttnMask, AttnRanges, MaskType, builders
+from megatron_magi.mask.documents import cumulative, documents_of
 
 
 def mask_from_ranges(
@@ -83,7 +83,7 @@ def mask_from_cu_seqlens(
         raise ValueError(
             f"window_size: expected (-1, -1) with causal=True, got {(left, right)}; leave out causal: right=0 means it"
         )
-    return builders.varlen(cu_q, cu_seqlens_k=cu_k, causal=True)
+    return builders.of_documents(documents_of(cu_q, cu_k, "cu_seqlens_k"), MaskType.CAUSAL)
 
 
 def mask_of_key(

@@ -18,7 +18,7 @@ from megatron_magi.attention.fused_comm import is_alone, pays, program_of, stage
 from megatron_magi.attention.head_groups import check_groups, check_options, from_groups, sink_of_groups, to_groups
 from megatron_magi.attention.sink import reduce_dsink
 from megatron_magi.attention.travel import travel_args
-from megatron_magi.backends.base import Backend, num_loads
+from megatron_magi.backends.base import Backend, check_loads, loads_of_forward
 from megatron_magi.checks import flag, renamed
 from megatron_magi.comm.agreement import told
 from megatron_magi.comm.collective_checks import CallLog, NoCalls, calls_of
@@ -96,6 +96,24 @@ def distributed_attention(
             not finite, in the backward too.
         RuntimeError: the ranks disagree in what they call or in its options, or another rank has raised an error.
     """
+    more = sink_layout, softmax_scale, softcap, return_max_logits
+    return attend(q, k, v, rank_plan, group, config, sink, *more)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rank_plan: RankPlan,
+    group: Group,
+    config: MagiConfig | None,
+    sink: torch.Tensor | None,
+    sink_layout: str,
+    softmax_scale: float | None,
+    softcap: float,
+    return_max_logits: bool,
+) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """`distributed_attention`, for callers that are outside of compiled graphs already: leaving one takes time."""
     config = _DEFAULTS if config is None else config
     if not isinstance(config, MagiConfig):
         raise ValueError(f"config: expected a MagiConfig or None, got {type(config).__name__}")
@@ -157,6 +175,7 @@ def _attend_rows(
         if call.record.gradient:
             out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call, rank_plan)
         else:
+            loads_of_forward(rank_plan.bands[0])
             with torch.no_grad():
                 (out, lse, max_logits), *_ = _attend_everywhere(q, k, v, sink, call)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
@@ -378,7 +397,7 @@ class _DistributedAttention(torch.autograd.Function):
         wants_rest = sink is not None and ctx.needs_input_grad[3] and call.travel is None
         rest = _Rest() if wants_rest and call.accumulates else None
         (out, lse, max_logits), of_all, saved_keys = _attend_everywhere(q, k, v, sink, call, rest)
-        ctx.call, ctx.plan, ctx.num_loads = call, plan, num_loads(plan.bands[0])
+        ctx.call, ctx.plan, ctx.num_loads = call, plan, loads_of_forward(plan.bands[0])
         ctx.has_rest = rest is not None and rest.of_out is not None
         if ctx.has_rest:
             saved_keys = (rest.of_out, *saved_keys)
@@ -400,11 +419,7 @@ class _DistributedAttention(torch.autograd.Function):
             # Nothing here depends on the output, but this rank must take part for the gradients of other ranks' keys.
             dout = torch.zeros_like(out[:num_rows])
         with _calls(call.group, call.cp_size, call.config) as calls:
-            if num_loads(ctx.plan.bands[0]) != ctx.num_loads:
-                raise RuntimeError(
-                    "key: a static key, or static plans, were given another mask between a forward and its backward, "
-                    "which would compute with that; load after the backward"
-                )
+            check_loads(ctx.plan.bands[0], ctx.num_loads)
             _agree(calls, call.backward_record, (q[:num_rows], k, v, sink), call, ctx.plan, dout)
             wants_sink = sink is not None and ctx.needs_input_grad[3]
             if travel is not None:

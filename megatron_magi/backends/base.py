@@ -407,11 +407,13 @@ class ChangingMask(Protocol):
         backend: name of the backend that made it.
         facts: by which kernels were chosen; for `StageMasks`.
         num_loads: how often `take` was called.
+        loads_read: ``num_loads`` in the last forward that was not inside of a backward; None before there was one.
     """
 
     backend: str
     facts: Any
     num_loads: int
+    loads_read: int | None
 
     @property
     def is_read(self) -> bool:
@@ -449,9 +451,35 @@ def is_changing(bands: np.ndarray) -> TypeGuard[ChangingBands]:
     return isinstance(bands, ChangingBands) and bands.mask is not None
 
 
-def num_loads(bands: np.ndarray) -> int:
-    """How often a mask that changes was loaded; 0 of others."""
-    return bands.mask.num_loads if is_changing(bands) else 0
+_LOADED = (
+    "key: a static key, or static plans, were given another mask between a forward and its backward, which would "
+    "compute with that; load after the backward"
+)
+
+
+def loads_of_forward(bands: np.ndarray) -> int:
+    """How often the mask of a forward was loaded, for `check_loads` in its backward; 0 of masks that do not change.
+
+    A forward inside of a backward is that of a checkpoint: it repeats one that kept nothing by which it could be told.
+    So it is compared with the last forward elsewhere.
+
+    Raises:
+        RuntimeError: it repeats a forward, and the mask was loaded after the last one.
+    """
+    if not is_changing(bands):
+        return 0
+    mask = bands.mask
+    if torch._C._current_graph_task_id() < 0:
+        mask.loads_read = mask.num_loads
+    elif mask.loads_read not in (None, mask.num_loads):
+        raise RuntimeError(_LOADED)
+    return mask.num_loads
+
+
+def check_loads(bands: np.ndarray, loads: int) -> None:
+    """Raises RuntimeError in a backward if its mask was loaded after the forward; ``loads``: `loads_of_forward`."""
+    if is_changing(bands) and bands.mask.num_loads != loads:
+        raise RuntimeError(_LOADED)
 
 
 def refuse_tables_in_graph(device: torch.device, impl: str) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -47,14 +47,19 @@ def present_rates() -> Rates:
     """
     if not torch.cuda.is_available():
         return DEFAULT
-    return _read(torch.cuda.get_device_name(), envs.load_build().workspace)
+    return _read(torch.cuda.get_device_name(), envs.workspace())
 
 
 def with_present_rates(config: MagiConfig) -> MagiConfig:
     """``config`` with `present_rates` where it has none of its own and chooses dispatches by them."""
     if config.dispatch.algorithm != "auto" or config.dispatch.rates is not None:
         return config
-    return replace(config, dispatch=replace(config.dispatch, rates=present_rates()))
+    return _with_rates(config, present_rates())
+
+
+@lru_cache(maxsize=64)  # keys of one model have one
+def _with_rates(config: MagiConfig, rates: Rates) -> MagiConfig:
+    return replace(config, dispatch=replace(config.dispatch, rates=rates))
 
 
 @cache

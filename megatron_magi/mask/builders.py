@@ -71,7 +71,7 @@ def varlen(
             at 0, queries and keys differ in number of documents, or ``causal`` is no bool.
     """
     docs = read_documents(None, cu_seqlens, doc_lengths, cu_seqlens_k, doc_lengths_k)
-    return _varlen(docs, MaskType.CAUSAL if flag(causal, "causal") else MaskType.FULL)
+    return of_documents(docs, MaskType.CAUSAL if flag(causal, "causal") else MaskType.FULL)
 
 
 def sliding_window(
@@ -112,7 +112,7 @@ def sliding_window(
         right = 0
     docs = read_documents(seqlen, cu_seqlens, doc_lengths, cu_seqlens_k, doc_lengths_k)
     if left == -1 and right == -1:
-        return _varlen(docs, MaskType.FULL)
+        return of_documents(docs, MaskType.FULL)
     return AttnMask(window_slices(docs, left, right, global_tokens), docs.total_q, docs.total_k)
 
 
@@ -199,10 +199,11 @@ def _one_document(seqlen_q: int, seqlen_k: int | None, mask_type: MaskType) -> A
     return AttnMask(rows, seqlen_q, seqlen_k)
 
 
-def _varlen(docs: Documents, mask_type: MaskType) -> AttnMask:
+def of_documents(docs: Documents, mask_type: MaskType) -> AttnMask:
+    """`varlen` of documents that are checked already."""
     table = slice_table(*docs, mask_type)
     keep = (docs.q0 < docs.q1) & (docs.k0 < docs.k1)
-    return AttnMask(table[keep], docs.total_q, docs.total_k)
+    return AttnMask.of_valid(table[keep], docs.total_q, docs.total_k)
 
 
 def window_slices(docs: Documents, left: int, right: int, num_global: int) -> IntArray:

@@ -38,9 +38,9 @@ def cumulative(cu_seqlens: IntArrayLike, name: str) -> IntArray:
     cu = int_array(cu_seqlens, name)
     if not len(cu) or cu[0] != 0:
         raise ValueError(f"{name}: expected cumulative lengths that start with 0, got {cu[:1].tolist()}")
-    falls = np.flatnonzero(np.diff(cu) < 0)
-    if len(falls):
-        i = int(falls[0])
+    falls = cu[1:] < cu[:-1]
+    if falls.any():
+        i = int(np.flatnonzero(falls)[0])
         raise ValueError(f"{name}: must not decrease, got {cu[i]} then {cu[i + 1]} at index {i + 1}")
     if cu[-1] > MAX_TOKENS:
         raise ValueError(f"{name}: expected at most {MAX_TOKENS} tokens, got {cu[-1]}")
@@ -94,6 +94,15 @@ def read_documents(
         cu_k, name_k = cumulative(cu_seqlens_k, "cu_seqlens_k"), "cu_seqlens_k"
     elif doc_lengths_k is not None:
         cu_k, name_k = lengths_to_cumulative(doc_lengths_k, "doc_lengths_k"), "doc_lengths_k"
+    return documents_of(cu_q, cu_k, name_k)
+
+
+def documents_of(cu_q: IntArray, cu_k: IntArray, name_k: str) -> Documents:
+    """Documents from results of `cumulative`; ``name_k``: the argument that ``cu_k`` comes from.
+
+    Raises:
+        ValueError: queries and keys differ in number of documents.
+    """
     if len(cu_k) != len(cu_q):
         raise ValueError(f"{name_k}: {len(cu_k) - 1} documents of keys, but {len(cu_q) - 1} of queries")
     return Documents(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:])

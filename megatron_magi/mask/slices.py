@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -229,7 +230,7 @@ class AttnMask:
             unknown, or two slices cover a common (query, key) pair.
     """
 
-    __slots__ = ("__dict__", "_digest", "_packed", "_table", "total_seqlen_k", "total_seqlen_q")
+    __slots__ = ("__dict__", "_digest", "_table", "total_seqlen_k", "total_seqlen_q")
 
     def __init__(
         self,
@@ -242,12 +243,28 @@ class AttnMask:
             self.total_seqlen_q if total_seqlen_k is None else integer(total_seqlen_k, "total_seqlen_k")
         )
         self._table = _slice_table(slices)
-        self._table.setflags(write=False)
         self._validate()
-        text = hashlib.sha256(np.int64([self.total_seqlen_q, self.total_seqlen_k]).tobytes())
-        text.update(self._table.tobytes())
+        self._take(self._table)
+
+    @classmethod
+    def of_valid(cls, table: np.ndarray, total_seqlen_q: int, total_seqlen_k: int) -> AttnMask:
+        """As the constructor, of arguments that are known to be valid, which nothing checks.
+
+        Args:
+            table: int64 ``[n, 5]``, contiguous; nobody may write to it any more.
+            total_seqlen_q, total_seqlen_k: as there.
+        """
+        made = cls.__new__(cls)
+        made.total_seqlen_q, made.total_seqlen_k = total_seqlen_q, total_seqlen_k
+        made._take(table)
+        return made
+
+    def _take(self, table: np.ndarray) -> None:
+        table.setflags(write=False)
+        self._table = table
+        text = hashlib.sha256(struct.pack("=2q", self.total_seqlen_q, self.total_seqlen_k))
+        text.update(table)
         self._digest = text.digest()
-        self._packed = _packed(self._table, self._digest)
 
     @classmethod
     def from_ranges(
@@ -318,14 +335,14 @@ class AttnMask:
         """int64 ``[n, 5]``, read-only: q_start, q_end, k_start, k_end, mask type."""
         return self._table
 
-    @property
+    @cached_property
     def packed(self) -> np.ndarray:
         """The mask as one array of few shapes, for graphs that are compiled once for many masks.
 
         int64 ``[1 + m, 5]``: the digest as four numbers and the number of slices; the slices; rows of zeros, so
         that m is one of 64, 512, 4096 and so on. Not to be written to.
         """
-        return self._packed
+        return _packed(self._table, self._digest)
 
     @cached_property
     def slices(self) -> tuple[AttnSlice, ...]:

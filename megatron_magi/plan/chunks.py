@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -112,6 +113,7 @@ def _wanted_chunk(shard: int) -> int:
     return max(1, shard // _FEWEST_CHUNKS_PER_RANK)
 
 
+@lru_cache(maxsize=256)  # by lengths alone
 def _even_chunks(shard: int, alignment: int) -> tuple[int, int]:
     """``(chunks a rank, chunk size)``: least padding, then whole tiles, then near the wanted size."""
     wanted = shard / _wanted_chunk(shard)

@@ -15,6 +15,7 @@ from megatron_magi.mask import AttnMask
 from megatron_magi.plan import chunks, cpp_solver
 from megatron_magi.plan.partition import Partition, Ranges, Runs
 from megatron_magi.plan.types import Dispatch, Transfer
+from megatron_magi.runtime.cpp_library import address
 
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 _ARGUMENTS = {
@@ -35,8 +36,8 @@ class _Columns(ctypes.Structure):
     def __init__(self, of: Runs | Ranges) -> None:
         start, end = of.start, of.end
         rank, at = (of.rank, of.local) if isinstance(of, Runs) else (of.dst, of.place)
-        self.kept = [np.ascontiguousarray(array) for array in (start, end, rank, at)]
-        super().__init__(*(array.ctypes.data for array in self.kept), len(start))
+        self.kept = start, end, rank, at = tuple(map(np.ascontiguousarray, (start, end, rank, at)))
+        super().__init__(address(start), address(end), address(rank), address(at), len(start))
 
 
 @cache
@@ -57,11 +58,11 @@ def needed_blocks(
     bounds = np.ascontiguousarray(bounds)
     limits = chunks.limits_of_blocks(num_chunks, cp_size)
     made = library.magi_needs_begin(
-        bands.ctypes.data, len(bands), bounds.ctypes.data, num_chunks, *limits, areas.ctypes.data, counts.ctypes.data
+        address(bands), len(bands), address(bounds), num_chunks, *limits, address(areas), address(counts)
     )
     num_needed, group = counts.tolist()
     first, needed = np.empty(num_chunks + 1, dtype=np.int64), np.empty(num_needed, dtype=np.int64)
-    library.magi_needs_end(made, first.ctypes.data, needed.ctypes.data)
+    library.magi_needs_end(made, address(first), address(needed))
     return areas, (first, needed, np.arange(num_chunks, dtype=np.int64) // group)
 
 
@@ -75,13 +76,13 @@ def partition(
     totals, counts = np.zeros((3, cp_size), dtype=np.int64), np.empty(2, dtype=np.int64)
     of_keys, of_queries = _Columns(runs), _Columns(queries)
     made = library.magi_partition_begin(
-        bands.ctypes.data, len(bands), ctypes.addressof(of_keys), ctypes.addressof(of_queries), cp_size,
-        totals.ctypes.data, counts.ctypes.data,
+        address(bands), len(bands), ctypes.addressof(of_keys), ctypes.addressof(of_queries), cp_size,
+        address(totals), address(counts),
     )  # fmt: skip
     num_pieces, num_ranges = counts.tolist()
     pieces, run = np.empty((num_pieces, 6), dtype=np.int64), np.empty(num_pieces, dtype=np.int64)
     ranges = np.empty((3, num_ranges), dtype=np.int64)
-    library.magi_partition_end(made, pieces.ctypes.data, run.ctypes.data, ranges.ctypes.data)
+    library.magi_partition_end(made, address(pieces), address(run), address(ranges))
     (dst, start, end), (rows, own, both) = ranges, totals
     length = end - start
     place = np.cumsum(length) - length - (np.cumsum(rows) - rows)[dst]
@@ -94,12 +95,12 @@ def localise(part: Partition, stages: tuple[Ranges, ...], rank: int) -> tuple[np
     queries, columns = _Columns(part.queries), [_Columns(places) for places in (part.runs, *stages)]
     places, ends = (_Columns * num_stages)(*columns), np.zeros(num_stages, dtype=np.int64)
     made = library.magi_localise_begin(
-        part.bands.ctypes.data, part.band_run.ctypes.data, len(part.bands), ctypes.addressof(queries),
-        ctypes.addressof(places), num_stages, rank, ends.ctypes.data,
+        address(part.bands), address(part.band_run), len(part.bands), ctypes.addressof(queries),
+        ctypes.addressof(places), num_stages, rank, address(ends),
     )  # fmt: skip
     edges = [0, *ends.tolist()]
     bands = np.empty((edges[-1], 6), dtype=np.int64)
-    library.magi_localise_end(made, bands.ctypes.data)
+    library.magi_localise_end(made, address(bands))
     return tuple(bands[low:high] for low, high in pairwise(edges))
 
 
@@ -109,12 +110,12 @@ def transfer_of(ranges: Ranges, runs: Runs, rank: int, num_ranks: int) -> Transf
     splits, most = np.zeros((4, num_ranks), dtype=np.int64), np.zeros(3, dtype=np.int64)
     counts = np.empty(3, dtype=np.int64)
     made = library.magi_exchange_begin(
-        ctypes.addressof(of_ranges), ctypes.addressof(of_runs), rank, num_ranks, splits.ctypes.data, most.ctypes.data,
-        counts.ctypes.data,
+        ctypes.addressof(of_ranges), ctypes.addressof(of_runs), rank, num_ranks, address(splits), address(most),
+        address(counts),
     )  # fmt: skip
     num_sent, num_received, is_out_of_order = counts.tolist()
     arrays = [np.empty(count, dtype=np.int64) for count in (num_sent, num_received, num_received * is_out_of_order)]
-    library.magi_exchange_end(made, *(array.ctypes.data for array in arrays))
+    library.magi_exchange_end(made, *(address(array) for array in arrays))
     send_index, owner_rows, order = map(_read_only, arrays)
     sent, received, first_there, first_back = map(tuple, splits.tolist())
     most_rows, most_recv, most_send = most.tolist()

@@ -19,6 +19,7 @@ from megatron_magi.plan import cpp_solver
 from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.degree import stage_costs
 from megatron_magi.plan.predict import Prediction
+from megatron_magi.runtime.cpp_library import address
 
 _Int, _Pointer, _Float, _Pair = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double, ctypes.c_double * 2
 
@@ -103,7 +104,7 @@ def predict_all(counts: Counts, num_rows: Sequence[int], rates: Rates, overlap: 
     model, table = _model(rates, overlap), np.ascontiguousarray(np.stack(counts.table(), axis=1), dtype=np.int64)
     rows, out = np.array(num_rows, dtype=np.int64), np.empty((len(table), 7))
     _library().magi_predict(
-        ctypes.addressof(model), table.ctypes.data, rows.ctypes.data, len(table), table.shape[3], out.ctypes.data
+        ctypes.addressof(model), address(table), address(rows), len(table), table.shape[3], address(out)
     )
     return [
         Prediction(step, device, forward, backward, int(degree), host, int(rows))
@@ -117,4 +118,4 @@ def choose_degree(
     """`degree.choose_degree`."""
     model = _model(rates, config)
     arrays = [np.ascontiguousarray(x, dtype=np.int64) for x in (local_area, remote_area, remote_rows)]
-    return _library().magi_degree(ctypes.addressof(model), *(x.ctypes.data for x in arrays), len(arrays[0]))
+    return _library().magi_degree(ctypes.addressof(model), *(address(x) for x in arrays), len(arrays[0]))

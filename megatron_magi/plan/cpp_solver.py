@@ -18,6 +18,7 @@ from megatron_magi.plan.chunks import ChunkedMask
 from megatron_magi.plan.counts import Counts, Work
 from megatron_magi.plan.traffic import SearchInput
 from megatron_magi.runtime import cpp_library
+from megatron_magi.runtime.cpp_library import address
 
 _VERSION = 8
 """Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
@@ -72,7 +73,7 @@ def search(of: SearchInput) -> np.ndarray:
     """`affinity.search` in C++, with equal results."""
     traffic, area, balanced, starts, targets, limits = of
     arrays = [_array(a) for a in (traffic.first, traffic.needed, traffic.block, traffic.chunk_rows, traffic.block_rows)]
-    view = _Traffic(len(area), len(traffic.block_rows), *(a.ctypes.data for a in arrays))
+    view = _Traffic(len(area), len(traffic.block_rows), *(address(a) for a in arrays))
     capacity = np.bincount(balanced)
     ranks = np.tile(balanced.astype(np.int64), (len(limits), 1))
     _call(
@@ -141,4 +142,4 @@ def _call(name: str, *arguments: Any) -> None:
     function: Callable[..., Any] = getattr(library(), name)
     function.restype = None
     kept = [_array(a) if isinstance(a, np.ndarray) else a for a in arguments]
-    function(*(ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in kept))
+    function(*(ctypes.c_void_p(address(a)) if isinstance(a, np.ndarray) else a for a in kept))

@@ -98,8 +98,10 @@ def fastest(found: dict[str, Prediction]) -> str:
     """The candidate with the shortest step; of equal ones the shortest on the GPU, then that with the least host time,
     then that with the fewest rows sent, then the first.
     """
-    near = [name for name in found if found[name].step_us <= _ALIKE * min(p.step_us for p in found.values())]
-    near = [n for n in near if found[n].device_us <= _ALIKE * min(found[name].device_us for name in near)]
+    shortest = _ALIKE * min(p.step_us for p in found.values())
+    near = [name for name in found if found[name].step_us <= shortest]
+    shortest = _ALIKE * min(found[name].device_us for name in near)
+    near = [name for name in near if found[name].device_us <= shortest]
     return min(near, key=lambda name: (found[name].host_us, found[name].num_rows))
 
 

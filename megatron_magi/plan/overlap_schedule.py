@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from megatron_magi.plan.types import Schedule, Step, StepKind
 
 _FETCH, _ATTEND, _REDUCE = StepKind.FETCH, StepKind.ATTEND, StepKind.REDUCE
 
 
+@lru_cache(maxsize=64)
 def make_schedule(degree: int, *, overlap: bool = True, hide_tail_reduce: bool = False) -> Schedule:
     """Steps of the forward and the backward pass for ``degree`` remote stages.
 

@@ -133,6 +133,20 @@ def partition(mask: AttnMask, dispatch: Dispatch, queries: Runs | None = None) -
     return Partition(runs, queries, pieces, run, Ranges(dst, start, end, place), rows)
 
 
+def whole(mask: AttnMask, dispatch: Dispatch) -> Partition | None:
+    """The partition of one rank that holds all tokens in their order, whose bands are also those of its rows; None for
+    other dispatches, and for masks whose bands would have to be put in order.
+    """
+    if dispatch.cp_size > 1 or len(dispatch.ranges[0]) > 1:
+        return None
+    bands, zero = mask.bands, np.zeros(1, dtype=np.int64)
+    if (bands[1:, bd.Q0] <= bands[:-1, bd.Q0]).any():
+        return None
+    runs, nothing = Runs(zero, np.array([dispatch.padded_seqlen]), zero, zero), zero[:0]
+    band_run = np.zeros(len(bands), dtype=np.int64)
+    return Partition(runs, runs, bands, band_run, Ranges(nothing, nothing, nothing, nothing), zero)
+
+
 def from_others(needed: np.ndarray, rank: np.ndarray, runs: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The tokens that ranks need and do not hold.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from megatron_magi.plan.head_groups import copied_chunks, copied_mask, copies_us
 from megatron_magi.plan.moves import QueryMoves
 from megatron_magi.plan.nodes import gather_in_nodes, nodes_in_use
 from megatron_magi.plan.overlap_schedule import make_schedule
-from megatron_magi.plan.partition import areas_by_place, localise, partition, rows_of_chunks, split_stages
+from megatron_magi.plan.partition import areas_by_place, localise, partition, rows_of_chunks, split_stages, whole
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.transfers import TransferTable
 from megatron_magi.plan.travel import BETTER, Choice, choose_hosts
@@ -88,15 +89,22 @@ class Plan:
         self._moves = moves if moves is not None and moves.any else None
         queries = None if self._moves is None else self._moves.queries
         use_cpp = cpp_solver.chosen(config.dispatch.planner)
-        if use_cpp:
+        alone = whole(mask, dispatch) if queries is None else None
+        self._is_whole = alone is not None
+        if alone is not None:
+            self._part = alone
+            own_area, fetched_area = np.array([mask.area]), np.zeros(1, dtype=np.int64)
+        elif use_cpp:
             self._part, (own_area, fetched_area) = cpp_partition.partition(mask, dispatch, queries)
         else:
             self._part = partition(mask, dispatch, queries)
             own_area, fetched_area = areas_by_place(self._part)
         self._use_cpp = use_cpp
         self._area = own_area + fetched_area
-        chooses = cpp_predict.choose_degree if use_cpp else choose_degree
-        self.degree = chooses(own_area, fetched_area, self._part.remote_rows, overlap, config.dispatch.rates)
+        self.degree = 0
+        if not self._is_whole:
+            chooses, rows = cpp_predict.choose_degree if use_cpp else choose_degree, self._part.remote_rows
+            self.degree = chooses(own_area, fetched_area, rows, overlap, config.dispatch.rates)
         self._stages = split_stages(self._part, self.degree)
         self._transfers = TransferTable(self._part, self._stages, ranks_per_node, use_cpp)
         self.schedule: Schedule = make_schedule(
@@ -119,8 +127,11 @@ class Plan:
         """
         cp_rank = int_at_least(cp_rank, "cp_rank", 0, most=self.cp_size - 1)
         if cp_rank not in self._rank_plans:
-            into_local = cpp_partition.localise if self._use_cpp else localise
-            bands = tuple(own(b) for b in into_local(self._part, self._stages, cp_rank))
+            if self._is_whole:
+                bands = (self._part.bands,)
+            else:
+                into_local = cpp_partition.localise if self._use_cpp else localise
+                bands = tuple(own(b) for b in into_local(self._part, self._stages, cp_rank))
             self._rank_plans[cp_rank] = RankPlan(
                 cp_rank=cp_rank,
                 cp_size=self.cp_size,
@@ -283,12 +294,20 @@ def make_dispatch(
             f"cp_size: {total} tokens in chunks of {int(bounds[1]) if total else 0} give "
             f"{len(bounds) - 1} chunks, fewer than {cp_size} ranks; use a smaller chunk_size or even shards"
         )
+    if cp_size == 1:
+        return _of_one_rank(total, bounds.tobytes())
     nodes = nodes_in_use(ranks_per_node, cp_size)
     overlap = OverlapConfig() if overlap is None else overlap
     rank = assign_chunks(ChunkedMask(mask, bounds, cp_size), config, overlap, ranks_per_node)
     if nodes is not None and config.algorithm in ("auto", "affinity"):
         rank = gather_in_nodes(mask, bounds, rank, cp_size, nodes)
     return dispatch_from_chunks(total, bounds, rank, cp_size)
+
+
+@lru_cache(maxsize=64)  # by lengths: documents do not matter
+def _of_one_rank(total_seqlen: int, chunk_bounds: bytes) -> Dispatch:
+    bounds = np.frombuffer(chunk_bounds, dtype=np.int64)
+    return dispatch_from_chunks(total_seqlen, bounds, np.zeros(len(bounds) - 1, dtype=np.int64), 1)
 
 
 def dispatch_from_chunks(
@@ -317,15 +336,17 @@ def dispatch_from_chunks(
         raise ValueError(f"chunk_bounds: expected increasing bounds from 0 to at least {total_seqlen} tokens")
     if rank.shape != (len(bounds) - 1,) or (rank < 0).any() or (rank >= cp_size).any():
         raise ValueError(f"chunk_rank: expected {len(bounds) - 1} ranks in [0, {cp_size})")
-    ascending = rows_of_chunks(bounds, rank, np.argsort(rank, kind="stable"))
-    row = ascending if chunk_row is None else np.array(chunk_row, dtype=np.int64)
-    order = np.lexsort((row, rank)) if row.shape == rank.shape else None
-    if order is None or not np.array_equal(row, rows_of_chunks(bounds, rank, order)):
-        raise ValueError("chunk_row: expected the rows of each rank, each taken by one chunk")
+    order = np.argsort(rank, kind="stable")
+    row = ascending = rows_of_chunks(bounds, rank, order)
+    if chunk_row is not None:
+        row = np.array(chunk_row, dtype=np.int64)
+        order = np.lexsort((row, rank)) if row.shape == rank.shape else None
+        if order is None or not np.array_equal(row, rows_of_chunks(bounds, rank, order)):
+            raise ValueError("chunk_row: expected the rows of each rank, each taken by one chunk")
     ranges = _joined_ranges(bounds, rank, cp_size, order)
     lengths = tuple(sum_by_rank(rank, np.diff(bounds), cp_size).tolist())
     text = hashlib.sha256(np.int64([total_seqlen, cp_size]).tobytes() + bounds.tobytes() + rank.tobytes())
-    if not np.array_equal(row, ascending):
+    if row is not ascending and not np.array_equal(row, ascending):
         text.update(b"rows" + row.tobytes())
     for array in (bounds, rank, row):
         array.setflags(write=False)
@@ -358,11 +379,10 @@ def _plan_hash(
     This includes the rates if anything is chosen by predicted time (``by_rates``): ranks with different rates may agree
     on one batch and not on the next.
     """
-    steps = ";".join(f"{s.kind.value}{s.stage}" for s in (*schedule.forward, *schedule.backward))
     text = hashlib.sha256(_FORMAT + mask.digest + dispatch.digest)
     if moves is not None:
         text.update(b"moves" + b"".join(array.tobytes() for array in moves.digest_arrays()))
-    text.update(f"{degree}|{steps}|{schedule.saved_stage}|{config.overlap.one_launch}|{config.comm}".encode())
+    text.update(f"{degree}|{schedule.text}|{schedule.saved_stage}|{config.overlap.one_launch}|{config.comm}".encode())
     if by_rates:
         text.update((config.dispatch.rates or DEFAULT).digest)
     return int.from_bytes(text.digest()[:8], "little") >> 1

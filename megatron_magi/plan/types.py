@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,6 +151,11 @@ class Schedule:
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     saved_stage: int | None = None
+
+    @cached_property
+    def text(self) -> str:
+        """The steps of both passes, for a plan's hash."""
+        return ";".join(f"{step.kind.value}{step.stage}" for step in (*self.forward, *self.backward))
 
 
 class _SetOnce:

@@ -6,6 +6,8 @@ import ctypes
 import logging
 from pathlib import Path
 
+import numpy as np
+
 logger = logging.getLogger(__name__)
 
 
@@ -48,3 +50,8 @@ def chosen(planner: str, library: ctypes.CDLL | None) -> bool:
             "C++20 compiler builds it (`pip install -v` shows the compiler's errors)"
         )
     return planner != "python" and library is not None
+
+
+def address(array: np.ndarray) -> int:
+    """That of its memory; ``array.ctypes`` takes several calls."""
+    return array.__array_interface__["data"][0]

@@ -153,14 +153,14 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> Sequence
 @contextmanager
 def together(device: torch.device) -> Iterator[bool]:
     """Uploads to ``device`` inside of it, by this thread, are one copy, which is there when it ends; nothing may read
-    them before. Inside of another it is a part of that. Large ones go by themselves at once; to GPUs all do, unless
-    `TO_GPUS_TOGETHER`. Yields whether any wait for that copy.
+    them before. Inside of another it is a part of that. Large ones go by themselves at once. Yields whether any wait
+    for that copy.
     """
     if _gathering.block is not None:
         yield bool(_gathering.block.room)
         return
     device = _with_index(device)
-    room = 0 if device.type == "cuda" and not TO_GPUS_TOGETHER else _rooms.get(device, _LEAST_TOGETHER)
+    room = _rooms.get(device, _LEAST_TOGETHER)
     block = _gathering.block = _Block(device, room)
     try:
         yield bool(room)
@@ -266,9 +266,6 @@ class _Gathering(threading.local):
 
 
 _gathering = _Gathering()
-TO_GPUS_TOGETHER = False
-"""Whether uploads to GPUs are gathered. Has run on one, for new masks in eager mode; not for calls that graphs capture,
-nor on several."""
 _LEAST_TOGETHER, _MOST_TOGETHER = 1 << 16, 1 << 20
 """Bytes of a block. It lives as long as any of the tensors in it."""
 _rooms: dict[torch.device, int] = {}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_magi import api
 from megatron_magi.attention import AttnShape, StaticPlans, distributed_attention, prepare_batch
@@ -15,6 +16,7 @@ from megatron_magi.backends.sm90.plan import device_plan, schedule_of
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import driver
 from megatron_magi.mask import AttnMask, builders
+from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.plan import RankPlan, given_dispatch, make_plan
 from tests import forced
 from tests.attention.cases import random_mask
@@ -152,6 +154,42 @@ def test_a_mask_that_is_loaded_between_a_forward_and_its_backward_is_an_error(mo
         with pytest.raises(RuntimeError, match=r"^key: .* between a forward and its backward"):
             torch.autograd.grad(out, (q, k, v), dout)
         attend((q, k, v, dout), static.plans[0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_mask_that_is_loaded_before_a_checkpoint_is_run_again_is_an_error(monkeypatch, reentrant):
+    with fake_driver(monkeypatch):
+        q, k, v, dout = tensors(ROWS, shape_of((4, 2), (128, 128)), CPU)
+        static = StaticPlans({0: plan_of(documents(0, 3))}, CPU)
+
+        def layer(*qkv: torch.Tensor) -> torch.Tensor:
+            return distributed_attention(*qkv, static.plans[0], None, config=CONFIG)[0]
+
+        def out() -> torch.Tensor:
+            return checkpoint(layer, q, k, v, use_reentrant=reentrant)
+
+        torch.autograd.backward(out(), dout)
+        late = out()
+        assert static.load({0: plan_of(documents(1, 4))}) is None
+        with pytest.raises(RuntimeError, match=r"key: .* between a forward and its backward"):
+            torch.autograd.backward(late, dout)
+        torch.autograd.backward(out(), dout)
+
+
+def test_bands_that_are_loaded_between_a_forward_and_its_backward_are_an_error(monkeypatch):
+    """The same for attention on one device, which takes bands."""
+    with fake_driver(monkeypatch):
+        q, k, v, dout = tensors(ROWS, shape_of((4, 2), (128, 128)), CPU)
+        static = StaticPlans({0: plan_of(documents(0, 3))}, CPU)
+        bands = static.plans[0].bands[0]
+        for load in (False, True):
+            out, _ = slice_attention(q, k, v, bands, impl="ffa")
+            if load:
+                assert static.load({0: plan_of(documents(1, 4))}) is None
+                with pytest.raises(RuntimeError, match=r"^key: .* between a forward and its backward"):
+                    torch.autograd.grad(out, (q, k, v), dout)
+            else:
+                torch.autograd.grad(out, (q, k, v), dout)
 
 
 def check_equal(plan, expected, at: str) -> None:

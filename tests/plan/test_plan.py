@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from megatron_magi.backends.sm90.cost import H100, KERNELS
 from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
-from megatron_magi.mask import AttnMask
+from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_mask
-from megatron_magi.plan import Plan, StepKind, cpp_partition, make_plan
+from megatron_magi.plan import Plan, StepKind, cpp_partition, dispatch_from_chunks, make_plan
 from megatron_magi.plan import plan as plan_module
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.degree import stage_costs, step_us
-from megatron_magi.plan.partition import areas_by_place, partition
+from megatron_magi.plan.partition import areas_by_place, localise, partition, whole
 from megatron_magi.plan.types import Runtime
 from tests.mask.dense_definitions import count_cover
 
@@ -471,3 +471,32 @@ def test_plans_travel_between_processes_without_what_is_on_a_device() -> None:
     assert vars(copy.runtime) == vars(Runtime()) and copy.plan_hash == plan.plan_hash
     mask = pickle.loads(pickle.dumps(plan.mask))
     assert mask == plan.mask and not mask.table.flags.writeable and not mask.bands.flags.writeable
+
+
+@settings(max_examples=200)
+@given(masks(may_be_long=True), st.booleans())
+@example(builders.varlen(doc_lengths=[3, 1, 0, 7]), True)
+@example(builders.varlen(doc_lengths=[3, 1, 0, 7], causal=False), False)
+@example(builders.prefix_lm(prefix_lengths=[2, 5], doc_lengths=[4, 6]), False)
+def test_the_plan_of_one_rank_is_its_partition(mask: AttnMask, uneven: bool) -> None:
+    dispatch = DispatchConfig(uneven_shard=uneven)
+    plan = make_plan(mask, MagiConfig(dispatch=dispatch), 1)
+    part = partition(mask, plan.dispatch)
+    (bands,) = localise(part, (), 0)
+    found = plan.for_rank(0)
+    assert np.array_equal(found.bands[0], bands) and not found.bands[0].flags.writeable
+    assert plan.stats().areas == (mask.area,) and found.area == mask.area
+    assert plan.degree == 0 and not found.transfers and found.joined is None
+    quick = whole(mask, plan.dispatch)
+    if quick is not None:
+        for name in ("runs", "queries", "remote"):
+            assert all(map(np.array_equal, getattr(quick, name), getattr(part, name)))
+        assert all(np.array_equal(getattr(quick, n), getattr(part, n)) for n in ("bands", "band_run", "remote_rows"))
+
+
+def test_a_layout_of_one_rank_in_another_order_is_not_taken_for_the_sequence() -> None:
+    mask = builders.varlen(doc_lengths=[4, 4])
+    turned = dispatch_from_chunks(8, np.array([0, 4, 8]), np.zeros(2, np.int64), 1, np.array([4, 0]))
+    assert whole(mask, turned) is None
+    plan = make_plan(mask, cp_size=1, dispatch=turned)
+    assert np.array_equal(plan.for_rank(0).bands[0], localise(partition(mask, turned), (), 0)[0])

@@ -32,7 +32,6 @@ on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 @on_both
 def test_arrays_that_go_together_are_one_copy_and_large_ones_go_alone(device, monkeypatch):
     monkeypatch.setattr(module, "_rooms", {})
-    monkeypatch.setattr(module, "TO_GPUS_TOGETHER", True)
     for turn in range(3):
         large, told = np.arange(20_000) + turn, []
         with together(torch.device(device)):
@@ -53,11 +52,17 @@ def test_arrays_that_go_together_are_one_copy_and_large_ones_go_alone(device, mo
 
 
 @pytest.mark.gpu
-def test_uploads_to_a_gpu_go_by_themselves_at_once():
-    with together(torch.device("cuda")):
-        found = upload(some_arrays(), "cuda")
-        np.testing.assert_array_equal(found[0].cpu().numpy(), some_arrays()[0])
-    assert module._gathering.block is None
+def test_what_goes_together_is_there_for_any_stream_when_that_ends():
+    other = torch.cuda.Stream()
+    for turn in range(3):
+        torch.cuda._sleep(CYCLES)
+        with together(torch.device("cuda")) as gathers:
+            found = upload(some_arrays(turn), "cuda")
+        with torch.cuda.stream(other):
+            seen = found[0].clone()
+        other.synchronize()
+        assert gathers and module._gathering.block is None
+        np.testing.assert_array_equal(seen.cpu().numpy(), some_arrays(turn)[0])
 
 
 def test_what_goes_together_arrives_though_an_error_ends_it():

@@ -128,7 +128,7 @@ class StaticMask:
     run, and bands are indexed as described in `mask_numbers`.
 
     Attributes:
-        backend, facts, num_loads: see `megatron_magi.backends.base.ChangingMask`.
+        backend, facts, num_loads, loads_read: see `megatron_magi.backends.base.ChangingMask`.
         digest: identifies this object, independent of its current mask.
         memory: as given.
     """
@@ -144,7 +144,7 @@ class StaticMask:
         num_own: int | None = None,
     ) -> None:
         typical = next((sample.bands for sample in samples if len(sample.bands)), samples[0].bands)
-        self.backend, self.num_loads = "ffa", 0
+        self.backend, self.num_loads, self.loads_read = "ffa", 0, None
         self.digest, self.facts = os.urandom(16), hopper_plan.mask_facts(typical)
         self.memory = memory
         self._samples, self._now = samples, samples[0]

@@ -13,6 +13,7 @@ from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.tiles import cpp_tiles, tiles
 from megatron_magi.backends.tiles.cpp_tiles import Shape
 from megatron_magi.mask import bands as bd
+from megatron_magi.runtime.cpp_library import address
 
 _Int = ctypes.c_int64
 _ROW, _PASS, _END = 4, 8, 4  # numbers of a tile and of a pass in a table, and at its end
@@ -74,13 +75,13 @@ def host_plan(
     shape = _HostShape(own, later, is_backward, packed, *((-1, 0, 0, 0) if arriving is None else arriving))
     bands = np.ascontiguousarray(bands, dtype=np.int64)
     counts, drifts = (_Int * 3)(), (ctypes.c_double * 2)()
-    handle = library.magi_host_plan_begin(bands.ctypes.data, len(bands), ctypes.byref(shape), counts, drifts)
+    handle = library.magi_host_plan_begin(address(bands), len(bands), ctypes.byref(shape), counts, drifts)
     if handle is None:
         return None
     num_tiles, num_passes, step = counts
     table = np.empty(_ROW * num_tiles + (_PASS + 2 * own.block_m) * num_passes + _END, dtype=np.int32)
     starts, costs = np.empty(num_tiles, dtype=np.int32), np.empty(num_tiles, dtype=np.int64)
-    library.magi_host_plan_end(handle, table.ctypes.data, starts.ctypes.data, costs.ctypes.data)
+    library.magi_host_plan_end(handle, address(table), address(starts), address(costs))
     return starts, costs, table, num_passes, step, tuple(drifts)
 
 
@@ -103,9 +104,9 @@ def schedule(
     tuned = {name: getattr(tuning, known) for name, known in _TUNED}
     limits = _Tuning(queries=queries, slack=slack, query_bytes=query_bytes, **tuned)
     handle = library.magi_schedule_begin(
-        starts.ctypes.data, costs.ctypes.data, ctypes.byref(of_work), ctypes.byref(limits), counts
+        address(starts), address(costs), ctypes.byref(of_work), ctypes.byref(limits), counts
     )
     num_items, num_split = counts
     items = np.empty((num_items, 4), dtype=np.int32)
-    library.magi_schedule_end(handle, items.ctypes.data)
+    library.magi_schedule_end(handle, address(items))
     return items, num_split

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -35,6 +35,9 @@ _digests: FrozenMemo[bytes] = FrozenMemo()
 _facts: LruCache[bytes, MaskFacts] = LruCache(0, _MAX_PLANS)
 
 
+_NO_TABLE = np.empty(0, dtype=np.int32)
+_NO_TABLE.setflags(write=False)
+
 ScheduleKey = tuple[int, int, int, int, bool]
 """Arguments of `HostPlan.schedule`, on which a schedule depends."""
 
@@ -53,6 +56,7 @@ class HostPlan:
         long_tile: blocks from which on a tile is long, see `schedule.long_tile`.
         packed: query heads that count as one, see `packed_heads`; they share a tile or a block of queries.
         arriving: see `Tiling`.
+        planner: that makes schedules too, see `cpp_tiles.chosen`.
     """
 
     starts: NDArray[np.int32]
@@ -64,16 +68,22 @@ class HostPlan:
     long_tile: int
     packed: int
     arriving: tuple[int, int, int, int] | None = None
+    planner: str = "auto"
 
     @classmethod
     def of(
-        cls, plan: TilePlan, drift: tuple[float, float], packed: int, arriving: tuple[int, int, int, int] | None = None
+        cls,
+        plan: TilePlan,
+        drift: tuple[float, float],
+        packed: int,
+        arriving: tuple[int, int, int, int] | None = None,
+        planner: str = "auto",
     ) -> HostPlan:
         """Makes the plan from a tile plan; ``drift``: result of `hopper_tiles.drift`."""
         parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
         table = np.concatenate([*parts, np.zeros(4, dtype=np.int32)])
         of_tiles = plan.tiles[:, 0].copy(), plan.costs, table, len(plan.passes), plan.step
-        return cls.made(*of_tiles, drift, packed, arriving)
+        return cls.made(*of_tiles, drift, packed, arriving, planner)
 
     @classmethod
     def made(
@@ -86,13 +96,14 @@ class HostPlan:
         drift: tuple[float, float],
         packed: int,
         arriving: tuple[int, int, int, int] | None,
+        planner: str = "auto",
     ) -> HostPlan:
         """The plan of these tables, with ``num_passes`` passes; ``drift`` as of `of`."""
         of_tiles, of_passes = 16 * len(costs), 32 * num_passes
         return cls(
             starts, costs, table, (0, of_tiles, of_tiles + of_passes), step,
             heads_inner=hopper_schedule.differ_in_length(*drift), long_tile=packed * hopper_schedule.long_tile(*drift),
-            packed=packed, arriving=arriving,
+            packed=packed, arriving=arriving, planner=planner,
         )  # fmt: skip
 
     @property
@@ -102,7 +113,10 @@ class HostPlan:
 
     def without_table(self) -> HostPlan:
         """The plan without its table, which is on a device."""
-        return replace(self, table=self.table[:0].copy())
+        return HostPlan(
+            self.starts, self.costs, _NO_TABLE, self.offsets, self.step, self.heads_inner, self.long_tile, self.packed,
+            self.arriving, self.planner,
+        )  # fmt: skip
 
     def schedule(self, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool = False) -> Schedule:
         """Items of the backward in one kernel; see `schedule.make_schedule`."""
@@ -112,7 +126,7 @@ class HostPlan:
         return hopper_schedule.make_schedule(
             self.starts, self.costs, heads_kv, group, num_sms,
             max_split=min(max_split, self.num_tiles), long_tile=long_tile, narrow=narrow,
-            own=None if self.arriving is None else (self.arriving[0], self.arriving[-1]),
+            own=None if self.arriving is None else (self.arriving[0], self.arriving[-1]), planner=self.planner,
         )  # fmt: skip
 
 
@@ -138,7 +152,7 @@ class DevicePlan:
     def make_schedule(self, key: ScheduleKey) -> DeviceSchedule:
         """The schedule of a `schedule_key`."""
         made = self.host.schedule(*key)
-        return DeviceSchedule(*upload([made.items], self.memory.device), made.num_split)
+        return DeviceSchedule(upload([made.items], self.memory.device)[0], made.num_split)
 
     def fields(
         self, *, busy: bool = False, second: bool = False, schedule: DeviceSchedule | None = None
@@ -238,14 +252,14 @@ def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> 
     maker = cpp_tiles if cpp_tiles.chosen(planner) else hopper_tiles
     made = None if maker is hopper_tiles else cpp_tables.host_plan(bands, tiling)
     if made is not None:
-        return HostPlan.made(*made, packed, arriving if is_backward else None)
+        return HostPlan.made(*made, packed, arriving if is_backward else None, planner)
     plan_tiles = maker.plan_tiles
     if not is_backward:
         places, keys = shape
         plan = plan_tiles(bands, rows, places // packed, keys, parts=places // 64)
         if arriving is not None:
             plan = maker.local_first(plan, *arriving)
-        return HostPlan.of(plan, (0.0, 0.0), packed)
+        return HostPlan.of(plan, (0.0, 0.0), packed, planner=planner)
     keys, queries = shape
 
     def plan_keys(bands: np.ndarray, num_keys: int) -> hopper_tiles.TilePlan:
@@ -264,7 +278,7 @@ def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> 
     starts, ends = maker.drift(plan)
     if ends < starts:
         plan = hopper_tiles.descending(plan)
-    return HostPlan.of(hopper_tiles.pack_columns(plan, packed), (starts, ends), packed, arriving)
+    return HostPlan.of(hopper_tiles.pack_columns(plan, packed), (starts, ends), packed, arriving, planner)
 
 
 def content_digest(bands: np.ndarray) -> bytes:
@@ -321,7 +335,7 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
 
     def make() -> DevicePlan:
         host = make_host_plan(bands, tiling)
-        return DevicePlan(host.without_table(), *upload([host.table], device))
+        return DevicePlan(host.without_table(), upload([host.table], device)[0])
 
     plan = _prepared.get(key) or _plans.get(key)
     return plan or made_once(key, make, lambda made: _plans.put(key, made, made.memory.nbytes))

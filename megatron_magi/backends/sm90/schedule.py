@@ -91,7 +91,7 @@ def long_tile(starts: float, ends: float) -> int:
 
 def make_schedule(
     starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, *, max_split: int, long_tile: int,
-    narrow: bool = False, own: tuple[int, int] | None = None,
+    narrow: bool = False, own: tuple[int, int] | None = None, planner: str = "auto",
 ) -> Schedule:  # fmt: skip
     """Divides the tiles and heads of a backward pass into work items.
 
@@ -106,9 +106,10 @@ def make_schedule(
         long_tile: blocks from which on a tile is long.
         narrow: head dim 64, for which a causal mask of one document is not divided into sections.
         own: where keys are fetched while the kernel runs, the first index of these, and ``lead`` of `local_first`.
+        planner: see `cpp_tiles.chosen`; results are equal.
     """
     assert heads_kv * group < 1 << 16 and group < 1 << 15
-    if cpp_tiles.available():
+    if cpp_tiles.chosen(planner):
         of_work = heads_kv, group, num_sms, max_split, long_tile, narrow, *(own or (-1, 0))
         return Schedule(*cpp_tables.schedule(starts, costs, of_work, _QUERIES, _SLACK, _query_bytes(narrow)))
     work = _Work(starts, costs, heads_kv, group, num_sms)
@@ -348,8 +349,6 @@ def _blocks(items: np.ndarray, costs: np.ndarray) -> np.ndarray:
 
 def _makespan(costs: Sequence[int] | np.ndarray, num_sms: int) -> int:
     """Makespan in blocks if each SM takes the next item when it is free."""
-    if cpp_tiles.available():
-        return cpp_tiles.makespan(np.asarray(costs, dtype=np.int64), num_sms)
     busy = [0] * max(1, num_sms)
     for cost in np.asarray(costs).tolist():
         heapq.heapreplace(busy, busy[0] + cost)
@@ -359,13 +358,14 @@ def _makespan(costs: Sequence[int] | np.ndarray, num_sms: int) -> int:
 def best_splits(costs: Sequence[int] | np.ndarray, num_heads_kv: int, group: int, num_sms: int) -> int:
     """Splits of the query heads of a group in the backward in parts; ``costs``: blocks of each tile."""
     costs, num_sms = np.asarray(costs).tolist(), max(1, num_sms)
+    makespan = cpp_tiles.makespan if cpp_tiles.available() else _makespan
     best, shortest = 1, float("inf")
     for splits in (n for n in range(1, group + 1) if group % n == 0):
         extra = tuning.WHOLE_COST_BLOCKS if splits == 1 else tuning.SPLIT_COST_BLOCKS
         items = [c * (group // splits) + extra for c in costs for _ in range(num_heads_kv * splits)]
         if len(items) > tuning.ENOUGH_ITEMS * num_sms:
             return best
-        time = _makespan(items, num_sms)
+        time = makespan(items, num_sms)
         if time < 0.98 * shortest:
             best, shortest = splits, time
     return best

@@ -17,6 +17,7 @@ from megatron_magi.backends.tiles.passes import assign_passes
 from megatron_magi.backends.tiles.tiles import TilePlan
 from megatron_magi.mask import bands as bd
 from megatron_magi.runtime import cpp_library
+from megatron_magi.runtime.cpp_library import address
 
 _VERSION = 6
 """Raised with that of csrc/solver/tiles.cpp: a library that was built from other sources is not used."""
@@ -47,7 +48,7 @@ class _View(ctypes.Structure):
 
     def __init__(self, plan: TilePlan) -> None:
         self.kept = [np.ascontiguousarray(array) for array in (plan.tiles, plan.passes, plan.costs)]
-        super().__init__(*(array.ctypes.data for array in self.kept), len(plan.tiles), plan.block_n)
+        super().__init__(*(address(array) for array in self.kept), len(plan.tiles), plan.block_n)
 
 
 @cache
@@ -104,20 +105,20 @@ def plan_tiles(
     shape = Shape.of(num_rows, block_m, block_n, align, hide_tail, parts, packed)
     bands = np.ascontiguousarray(bands, dtype=np.int64)
     counts = (_Int * 3)()
-    handle = library.magi_tiles_begin(bands.ctypes.data, len(bands), ctypes.byref(shape), counts)
+    handle = library.magi_tiles_begin(address(bands), len(bands), ctypes.byref(shape), counts)
     num_tiles, num_pieces, num_passes = counts
     if num_passes < 0:
         pieces, tile = np.empty((num_pieces, 6), dtype=np.int64), np.empty(num_pieces, dtype=np.int64)
-        library.magi_tiles_pieces(handle, pieces.ctypes.data, tile.ctypes.data)
+        library.magi_tiles_pieces(handle, address(pieces), address(tile))
         found = map(np.ascontiguousarray, assign_passes(pieces, tile, block_n, align, shape.pass_cost))
         pieces, pass_of_piece, pass_tile = found
         num_passes = len(pass_tile)
         library.magi_tiles_give(
-            handle, pieces.ctypes.data, pass_of_piece.ctypes.data, len(pieces), pass_tile.ctypes.data, num_passes
+            handle, address(pieces), address(pass_of_piece), len(pieces), address(pass_tile), num_passes
         )
     tiles, passes = np.empty((num_tiles, 4), dtype=np.int32), np.empty((num_passes, 8), dtype=np.int32)
     bounds, costs = np.empty((num_passes, block_m, 2), dtype=np.int32), np.empty(num_tiles, dtype=np.int64)
-    library.magi_tiles_end(handle, *(array.ctypes.data for array in (tiles, passes, bounds, costs)))
+    library.magi_tiles_end(handle, *(address(array) for array in (tiles, passes, bounds, costs)))
     return TilePlan(tiles, passes, bounds, costs, block_m, block_n, block_n)
 
 
@@ -125,7 +126,7 @@ def local_first(plan: TilePlan, first: int, num_arriving: int, late: int, lead: 
     """`tiles.local_first` in C++, with equal results; only where this is `available`."""
     library, view, order = _library(), _View(plan), np.empty(len(plan.tiles), dtype=np.int64)
     assert library is not None
-    library.magi_tiles_local_first(ctypes.addressof(view), first, num_arriving, late, lead, order.ctypes.data)
+    library.magi_tiles_local_first(ctypes.addressof(view), first, num_arriving, late, lead, address(order))
     return replace(plan, tiles=plan.tiles[order], costs=plan.costs[order])
 
 
@@ -142,7 +143,7 @@ def makespan(costs: np.ndarray, num_sms: int) -> int:
     library = _library()
     assert library is not None
     costs = np.ascontiguousarray(costs, dtype=np.int64)
-    return library.magi_tiles_makespan(costs.ctypes.data, len(costs), num_sms)
+    return library.magi_tiles_makespan(address(costs), len(costs), num_sms)
 
 
 def runs_and_area(bands: bd.IntArray) -> tuple[int, int]:
@@ -150,5 +151,5 @@ def runs_and_area(bands: bd.IntArray) -> tuple[int, int]:
     library, out = _library(), (_Int * 2)()
     assert library is not None
     bands = np.ascontiguousarray(bands, dtype=np.int64)
-    library.magi_tiles_facts(bands.ctypes.data, len(bands), out)
+    library.magi_tiles_facts(address(bands), len(bands), out)
     return tuple(out)
