@@ -216,14 +216,15 @@ def _grad_queries(
     return dq + _dot(ds.to(keys.dtype), keys, PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "num_heads"])
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "num_heads", "room"])
 def query_gradient_kernel(
-    q, k, v, dout, lse, delta, dq, tiles, passes, bounds, num_rows, num_keys, num_heads,
+    q, k, v, dout, lse, delta, dq, tiles, passes, bounds, num_rows, num_keys, num_heads, room,
     q_row, q_head, k_row, k_head, v_row, v_head, dout_row, dout_head, dq_row, dq_head, scale, cap, softmax_scale,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPPED: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `forward_kernel`, of dq. ``lse``, in base 2, and ``delta`` are ``[num_heads, num_rows]`` (`row_kernels`)."""
+    """As `forward_kernel`, of dq. ``lse``, in base 2, and ``delta`` are ``[num_heads, num_rows]`` (`row_kernels`), with
+    ``room`` elements from one head to the next."""
     tile, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     row, begin = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
     end, past = tl.load(tiles + 4 * tile + 2), row + tl.load(tiles + 4 * tile + 3)
@@ -233,7 +234,7 @@ def query_gradient_kernel(
     grad = _rows(dout + tl.cast(head, tl.int64) * dout_head, row, past, dout_row, ROWS, DV, PAD_V, True)
     rows = row + tl.arange(0, ROWS)
     there = rows < past
-    at = tl.cast(head, tl.int64) * num_rows + rows
+    at = tl.cast(head, tl.int64) * room + rows
     row_lse = tl.load(lse + at, mask=there, other=0.0)
     row_delta = tl.load(delta + at, mask=there, other=0.0)
     acc = tl.zeros([ROWS, PAD_K], tl.float32)
@@ -257,21 +258,29 @@ def query_gradient_kernel(
 
 @triton.jit
 def _grad_keys(
-    dk, dv, keys, values, q, dout, lse, delta, q_stride, dout_stride, column, num_rows, low, high, scale, cap,
-    DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, COLUMNS: tl.constexpr,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, keys, values, q, dout, lse, delta, q_stride, dout_stride, head, column, num_rows, low, high, scale,
+    cap, DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: dk without ``softmax_scale``, and dv; matrices are transposed, ``[keys, queries]``."""
     columns = column + tl.arange(0, COLUMNS)
-    query = _rows(q, column, num_rows, q_stride, COLUMNS, DK, PAD_K, MASKED)
-    grad = _rows(dout, column, num_rows, dout_stride, COLUMNS, DV, PAD_V, MASKED)
-    if MASKED:
-        row_lse = tl.load(lse + columns, mask=columns < num_rows, other=0.0)
-        row_delta = tl.load(delta + columns, mask=columns < num_rows, other=0.0)
+    if DESCRIBED:
+        query = q.load([column, head, 0]).reshape([COLUMNS, PAD_K])
+        grad = dout.load([column, head, 0]).reshape([COLUMNS, PAD_V])
+        row_lse = lse.load([head, column]).reshape([COLUMNS])
+        row_delta = delta.load([head, column]).reshape([COLUMNS])
     else:
-        row_lse = tl.load(lse + columns)
-        row_delta = tl.load(delta + columns)
+        query = _rows(q, column, num_rows, q_stride, COLUMNS, DK, PAD_K, MASKED)
+        grad = _rows(dout, column, num_rows, dout_stride, COLUMNS, DV, PAD_V, MASKED)
+        if MASKED:
+            row_lse = tl.load(lse + columns, mask=columns < num_rows, other=0.0)
+            row_delta = tl.load(delta + columns, mask=columns < num_rows, other=0.0)
+        else:
+            row_lse = tl.load(lse + columns)
+            row_delta = tl.load(delta + columns)
     logits = _dot(keys, tl.trans(query), PRECISION) * scale
+    if DESCRIBED:  # before the softmax: a wait less
+        dp = _dot(values, tl.trans(grad), PRECISION)
     if CAPPED:
         bent = _tanh(logits)
         logits = bent * cap
@@ -279,22 +288,29 @@ def _grad_keys(
     if MASKED:
         p = tl.where((columns[None, :] >= low[:, None]) & (columns[None, :] < high[:, None]), p, 0.0)
     dv += _dot(p.to(grad.dtype), grad, PRECISION)
-    ds = p * (_dot(values, tl.trans(grad), PRECISION) - row_delta[None, :])
+    if not DESCRIBED:
+        dp = _dot(values, tl.trans(grad), PRECISION)
+    ds = p * (dp - row_delta[None, :])
     if CAPPED:
         ds = ds * (1 - bent * bent)
     dk += _dot(ds.to(query.dtype), query, PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads"])
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "room"])
 def key_gradient_kernel(
-    q, k, v, dout, lse, delta, dk, dv, tiles, passes, bounds, num_rows, num_heads,
+    q, k, v, dout, lse, delta, dk, dv, tiles, passes, bounds, num_rows, num_heads, room,
     q_row, q_head, k_row, k_head, v_row, v_head, dout_row, dout_head, dk_row, dk_head, dv_row, dv_head,
     scale, cap, softmax_scale,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPPED: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Program i: tile i // num_heads of keys, of key head i % num_heads, over all query heads of its group."""
+    """Program i: tile i // num_heads of keys, of key head i % num_heads, over all query heads of its group.
+
+    ``DESCRIBED``: q and dout, ``[num_rows, heads, dim]``, and lse and delta, ``[heads, num_rows]``, are descriptors of
+    blocks; passes begin at multiples of 16 bytes of lse and delta.
+    """
     tile, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     row, begin = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
     end, past = tl.load(tiles + 4 * tile + 2), row + tl.load(tiles + 4 * tile + 3)
@@ -303,24 +319,28 @@ def key_gradient_kernel(
     of_keys = tl.zeros([ROWS, PAD_K], tl.float32)
     of_values = tl.zeros([ROWS, PAD_V], tl.float32)
     for member in range(GROUP):
-        query_head = tl.cast(head * GROUP + member, tl.int64)
-        q_at, dout_at = q + query_head * q_head, dout + query_head * dout_head
-        lse_at, delta_at = lse + query_head * num_rows, delta + query_head * num_rows
+        query_head = head * GROUP + member
+        if DESCRIBED:
+            q_at, dout_at, lse_at, delta_at = q, dout, lse, delta
+        else:
+            wide = tl.cast(query_head, tl.int64)
+            q_at, dout_at = q + wide * q_head, dout + wide * dout_head
+            lse_at, delta_at = lse + wide * room, delta + wide * room
         for i in range(begin, end):
             first, count, full, past_full = _pass(passes, i)
             for block in range(full, past_full):
                 of_keys, of_values = _grad_keys(
-                    of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row,
+                    of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row, query_head,
                     first + block * COLUMNS, num_rows, 0, 0, scale, cap,
-                    DK, DV, PAD_K, PAD_V, COLUMNS, False, CAPPED, PRECISION,
+                    DK, DV, PAD_K, PAD_V, COLUMNS, False, CAPPED, PRECISION, DESCRIBED,
                 )  # fmt: skip
             low, high = _bounds(bounds, i, ROWS)
             for other in range(count - past_full + full):
                 block = tl.where(other < full, other, other + past_full - full)
                 of_keys, of_values = _grad_keys(
-                    of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row,
+                    of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row, query_head,
                     first + block * COLUMNS, num_rows, low, high, scale, cap,
-                    DK, DV, PAD_K, PAD_V, COLUMNS, True, CAPPED, PRECISION,
+                    DK, DV, PAD_K, PAD_V, COLUMNS, True, CAPPED, PRECISION, DESCRIBED,
                 )  # fmt: skip
     into = dk + tl.cast(head, tl.int64) * dk_head
     _add_rows(into, row, past, dk_row, of_keys * softmax_scale, ROWS, DK, PAD_K, ADDS)

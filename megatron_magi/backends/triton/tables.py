@@ -16,7 +16,7 @@ from megatron_magi.backends.base import Ready, StageMasks, StageTables, TableUse
 from megatron_magi.backends.tiles import cpp_tiles
 from megatron_magi.backends.tiles import tiles as python_tiles
 from megatron_magi.backends.tiles.tiles import TilePlan
-from megatron_magi.backends.triton.tuning import Kernel, Kind, Sizes, kind_of, sizes
+from megatron_magi.backends.triton.tuning import ALIGNED_ROWS, Kernel, Kind, Sizes, kind_of, sizes
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.frozen import FrozenMemo
 from megatron_magi.runtime.lru import LruCache
@@ -33,18 +33,21 @@ class Tiling(NamedTuple):
         of_keys: tiles of keys over blocks of queries, of the transposed mask; else of queries over blocks of keys.
         num_rows: queries, or keys, that are divided into tiles.
         rows, columns: of a tile; of a block.
+        align: first columns of passes are multiples of it.
     """
 
     of_keys: bool
     num_rows: int
     rows: int
     columns: int
+    align: int
 
     @classmethod
     def of(cls, kernel: Kernel, found: Sizes, num_queries: int, num_keys: int) -> Tiling:
         """That of a kernel with these sizes."""
         of_keys = kernel == "key_gradient"
-        return cls(of_keys, num_keys if of_keys else num_queries, found.rows, found.columns)
+        align = ALIGNED_ROWS if of_keys and found.described else 1
+        return cls(of_keys, num_keys if of_keys else num_queries, found.rows, found.columns, align)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,10 +112,10 @@ def _digest(bands: np.ndarray) -> bytes:
 
 def _arrays(bands: np.ndarray, tiling: Tiling, planner: str) -> list[np.ndarray]:
     """The tables of a plan on the host; ``planner`` as `DispatchConfig.planner`."""
-    of_keys, num_rows, rows, columns = tiling
+    of_keys, num_rows, rows, columns, align = tiling
     plan_tiles = cpp_tiles.plan_tiles if cpp_tiles.chosen(planner) else python_tiles.plan_tiles
     made: TilePlan = plan_tiles(
-        bd.transpose(bands) if of_keys else bands, num_rows, rows, columns, hide_tail=of_keys, parts=1
+        bd.transpose(bands) if of_keys else bands, num_rows, rows, columns, align=align, hide_tail=of_keys, parts=1
     )
     return [made.tiles, made.passes, made.bounds]
 

@@ -17,6 +17,11 @@ Kind = Literal["small", "medium", "large", "hopper"]
 SHARED_BYTES: dict[Kind, int] = {"small": 99 << 10, "medium": 163 << 10, "large": 227 << 10, "hopper": 227 << 10}
 """Shared memory of a thread block, by kind (CUDA C++ Programming Guide, technical specifications)."""
 
+ALIGNMENT = 16
+"""Bytes of which addresses and strides of what a descriptor describes are multiples, but the last dimension's."""
+ALIGNED_ROWS = ALIGNMENT // 4
+"""Rows of lse and delta, fp32 by head, of which passes over queries begin at a multiple if blocks are described."""
+
 _KINDS: dict[tuple[int, int], Kind] = {
     (8, 0): "medium",
     (8, 6): "small",
@@ -50,12 +55,14 @@ class Sizes(NamedTuple):
         columns: of a block: keys, or queries.
         warps: of a program.
         stages: blocks that are loaded at a time.
+        described: whether blocks are loaded by the tensor memory accelerator, by descriptors, instead of by threads.
     """
 
     rows: int
     columns: int
     warps: int
     stages: int
+    described: bool = False
 
 
 def padded(dim: int) -> int:
@@ -73,6 +80,8 @@ def sizes(kernel: Kernel, kind: Kind, dims: tuple[int, int], itemsize: int, *, c
     """
     width = _width(dims)
     found = (_FP32 if itemsize == 4 else _SIZES[kind])[kernel][width]
+    if itemsize == 2 and all(dim * itemsize % ALIGNMENT == 0 for dim in dims):
+        found = _DESCRIBED.get((kind, kernel, width), found)
     if capped and itemsize == 2:
         found = found._replace(warps=_CAPPED_WARPS.get((kind, kernel, width), found.warps))
     return found
@@ -134,6 +143,11 @@ _HOPPER: dict[Kernel, dict[int, Sizes]] = {
 _SIZES: dict[Kind, dict[Kernel, dict[int, Sizes]]] = {
     "small": _SMALL, "medium": _LARGE, "large": _LARGE, "hopper": _HOPPER,
 }  # fmt: skip
+_DESCRIBED: dict[tuple[Kind, Kernel, int], Sizes] = {
+    # Loads by threads need addresses, for which 64 rows and 64 columns leave no registers.
+    ("hopper", "key_gradient", 64): Sizes(64, 64, 4, 3, described=True),
+    ("hopper", "key_gradient", 128): Sizes(64, 64, 4, 2, described=True),
+}
 _CAPPED_WARPS: dict[tuple[Kind, Kernel, int], int] = {
     # With 4 warps, the fastest without softcap, 296 bytes of registers a thread are spilled, with 8 none.
     ("hopper", "key_gradient", 128): 8,

@@ -8,7 +8,16 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron_magi.backends.triton.tuning import SHARED_BYTES, Kernel, LatentKernel, kind_of_capability, padded, sizes
+from megatron_magi.backends.triton.tuning import (
+    ALIGNMENT,
+    SHARED_BYTES,
+    Kernel,
+    LatentKernel,
+    kind_of_capability,
+    padded,
+    sizes,
+)
+from megatron_magi.mask import builders
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -101,6 +110,18 @@ def test_head_dims_are_filled_up_to_powers_of_two():
 
 def test_a_gpu_that_is_not_known_gets_what_fits_the_smallest():
     assert kind_of_capability((13, 7)) == "small" == min(SHARED_BYTES, key=SHARED_BYTES.__getitem__)
+
+
+def test_blocks_of_queries_that_are_described_begin_at_multiples_of_16_bytes():
+    from megatron_magi.backends.triton.tables import Tiling, _arrays
+
+    bands = builders.varlen(doc_lengths=[30, 1, 50, 41, 77, 3, 200], causal=True).bands
+    found = sizes("key_gradient", "hopper", (128, 96), 2)
+    assert found.described
+    _, passes, _ = _arrays(bands, Tiling.of("key_gradient", found, 402, 402), "python")
+    assert passes[:, 0].any() and not (passes[:, 0] * 4 % ALIGNMENT).any()
+    for dims, itemsize in (((128, 100), 2), ((60, 64), 2), ((128, 128), 4)):  # rows of 100 and 60 are not aligned
+        assert not sizes("key_gradient", "hopper", dims, itemsize).described
 
 
 def test_softcap_changes_warps_alone():

@@ -33,8 +33,9 @@ def test_random_masks_and_options_match_fp64(dims, dtype, softcap, sink, mask, h
     check(Case(mask, *heads, *dims, softcap=softcap, sink=sink, dtype=dtype, device="cuda", seed=seed), "triton")
 
 
-def test_results_are_bitwise_repeatable():
-    case = Case(packed_causal([300, 7, 450, 63]), 2, 4, 128, 128, sink="sh", dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 72), (192, 128)], ids=str)
+def test_results_are_bitwise_repeatable(dims):
+    case = Case(packed_causal([300, 7, 450, 63]), 2, 4, *dims, sink="sh", dtype=torch.bfloat16, device="cuda")
 
     def attend(q, k, v, sink):
         out, meta = slice_attention(q, k, v, case.mask, sink=sink, return_max_logits=True, impl="triton")
@@ -42,6 +43,27 @@ def test_results_are_bitwise_repeatable():
 
     first, second = case.run(attend), case.run(attend)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 72)], ids=str)
+@pytest.mark.parametrize("shift", [(0, 1, 0), (0, 0, 4), (1, 0, 0), (0, 0, 8)], ids=str)
+def test_tensors_that_begin_anywhere_give_the_same_bits(dims, shift):
+    """Views whose rows, heads or first elements are not aligned as descriptors have to be, and that are."""
+    mask, generator = packed_causal([301, 7, 450, 63]), torch.Generator("cuda").manual_seed(0)
+    rows, heads, behind = shift
+
+    def gradients(shifted):
+        out = slice_attention(*shifted[:3], mask, impl="triton")[0]
+        return out, *torch.autograd.grad(out, shifted[:3], shifted[3])
+
+    views = [
+        torch.randn(
+            821 + rows, h + heads, d + behind, device="cuda", dtype=torch.bfloat16, generator=generator
+        )[rows:, heads:, behind:].requires_grad_()
+        for h, d in ((4, dims[0]), (2, dims[0]), (2, dims[1]), (4, dims[1]))
+    ]  # fmt: skip
+    copies = [view.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for view in views]
+    assert all(torch.equal(*pair) for pair in zip(gradients(views), gradients(copies), strict=True))
 
 
 def test_a_new_mask_compiles_nothing():
