@@ -31,7 +31,7 @@ def by_head_kernel(
     lse, delta, out_lse, out_delta, num_rows, num_heads, head_blocks, room, lse_row, lse_head, delta_row, delta_head,
     ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Writes lse, in base 2 and 0 of rows that see nothing, and delta as ``[num_heads, num_rows]`` of ``[.., room]``."""
+    """Writes lse, in base 2 and 0 of rows that see nothing, and delta by head, ``room`` elements from head to head."""
     rows = tl.program_id(0) // head_blocks * ROWS + tl.arange(0, ROWS)
     heads = tl.program_id(0) % head_blocks * HEADS + tl.arange(0, HEADS)
     there = (rows < num_rows)[:, None] & (heads < num_heads)[None, :]
