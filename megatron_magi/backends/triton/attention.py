@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.triton import support
-from megatron_magi.backends.triton.tables import DeviceTables, Tiling, tables_of
+from megatron_magi.backends.triton.tables import DeviceTables, Tiling, is_narrow, tables_of
 from megatron_magi.backends.triton.tuning import ALIGNED_ROWS, ALIGNMENT, Kernel, Sizes, kind_of, padded, sizes
 from megatron_magi.operands.merge import row_products
 from megatron_magi.operands.options import AttnOptions
@@ -82,12 +82,13 @@ def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, outp
     scale, cap = _logit_factors(options)
     sink = lse if sink_lse is None else sink_lse.expand(lse.shape)
     if tables is not None:
+        (read_k, read_v), described = _read((k, v), found)
         kernels().forward_kernel[(tables.tiles.shape[0] * num_heads,)](
-            q, k, v, out, lse, row_max, sink,
+            q, read_k, read_v, out, lse, row_max, sink,
             tables.tiles, tables.passes, tables.bounds, num_rows, num_keys, num_heads,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], *lse.stride(), *sink.stride(),
             scale, cap, **_shape(q, k, v, found), CAPPED=bool(options.softcap), HAS_SINK=sink_lse is not None,
-            MERGES=merges, KEEPS_MAX=max_logits is not None,
+            MERGES=merges, KEEPS_MAX=max_logits is not None, DESCRIBED=described,
         )  # fmt: skip
     if max_logits is not None and num_rows:
         torch.amax(row_max, dim=0, out=max_logits)
@@ -122,20 +123,19 @@ def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, gr
     room = lse.stride(0)
     found, tables = _launch("query_gradient", q, k, v, bands, options)
     if tables is not None:
+        (read_k, read_v), described = _read((k, v), found)
         kernels().query_gradient_kernel[(tables.tiles.shape[0] * q.shape[1],)](
-            q, k, v, dout, lse, delta, grads.dq, tables.tiles, tables.passes, tables.bounds, num_rows, num_keys,
-            q.shape[1], room, *strides, *grads.dq.stride()[:2], scale, cap, options.softmax_scale,
+            q, read_k, read_v, dout, lse, delta, grads.dq, tables.tiles, tables.passes, tables.bounds, num_rows,
+            num_keys, q.shape[1], room, *strides, *grads.dq.stride()[:2], scale, cap, options.softmax_scale,
             **_shape(q, k, v, found), CAPPED=bool(options.softcap), ADDS=grads.accumulate_dq,
+            DESCRIBED=described,
         )  # fmt: skip
     found, tables = _launch("key_gradient", q, k, v, bands, options)
     if tables is not None:
-        described = found.described and num_rows > 0
-        read: tuple[Any, ...] = (q, dout, lse, delta)
-        if described:
-            read = tuple(_descriptor(x, found.columns) for x in read)
+        (read_q, read_dout, *read_stats), described = _read((q, dout, lse, delta), found)
         kernels().key_gradient_kernel[(tables.tiles.shape[0] * k.shape[1],)](
-            read[0], k, v, *read[1:], grads.dk, grads.dv, tables.tiles, tables.passes, tables.bounds, num_rows,
-            k.shape[1], room, *strides, *grads.dk.stride()[:2], *grads.dv.stride()[:2], scale, cap,
+            read_q, k, v, read_dout, *read_stats, grads.dk, grads.dv, tables.tiles, tables.passes, tables.bounds,
+            num_rows, k.shape[1], room, *strides, *grads.dk.stride()[:2], *grads.dv.stride()[:2], scale, cap,
             options.softmax_scale, **_shape(q, k, v, found), CAPPED=bool(options.softcap),
             ADDS=grads.accumulate_keys, DESCRIBED=described,
         )  # fmt: skip
@@ -155,8 +155,14 @@ def _by_head(lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     return made[0][:, :num_rows], made[1][:, :num_rows]
 
 
+def _read(tensors: Sequence[Tensor], found: Sizes) -> tuple[Sequence[Any], bool]:
+    """What a kernel reads block by block, as it takes it: as descriptors or not, which is the second result."""
+    described = found.described and all(x.numel() for x in tensors)
+    return ([_descriptor(x, found.columns) for x in tensors] if described else tensors), described
+
+
 def _descriptor(x: Tensor, columns: int) -> Any:
-    """Of blocks of rows of q and dout, ``[num_rows, num_heads, dim]``, or of lse and delta, ``[num_heads, num_rows]``.
+    """Of blocks of rows of ``[num_rows, num_heads, dim]``, or of lse or delta, ``[num_heads, num_rows]``.
 
     A tensor whose rows or heads are not aligned is copied.
     """
@@ -180,7 +186,8 @@ def _launch(
 ) -> tuple[Sizes, DeviceTables | None]:
     """Sizes of a kernel and the tables that it reads; None where it has nothing to write."""
     dims, capped = (q.shape[2], v.shape[2]), bool(options.softcap)
-    found = sizes(kernel, kind_of(q.device), dims, q.element_size(), capped=capped)
+    narrow = is_narrow(bands, q.shape[0])
+    found = sizes(kernel, kind_of(q.device), dims, q.element_size(), capped=capped, narrow=narrow)
     tiling = Tiling.of(kernel, found, q.shape[0], k.shape[0])
     if not tiling.num_rows:
         return found, None

@@ -25,7 +25,8 @@ from megatron_magi.backends.triton.tuning import (
 )
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-_DESCRIBED = {"q": "PAD_K", "dout": "PAD_V"}
+_DESCRIBED = {"k": "PAD_K", "v": "PAD_V"}, {"q": "PAD_K", "dout": "PAD_V"}
+"""What is read by blocks of keys, and of queries, and to what a row is filled up."""
 _FUNCTIONS = {
     "forward": kernels.forward_kernel,
     "query_gradient": kernels.query_gradient_kernel,
@@ -134,7 +135,7 @@ def _usage(
     """Compiles a function of Triton."""
     names = function.arg_names
     signature, attributes = {}, {}
-    described = _descriptors(constants, dtype) if constants.get("DESCRIBED") else {}
+    described = _descriptors("dk" in names, constants, dtype) if constants.get("DESCRIBED") else {}
     for i, name in enumerate(names):
         if name in constants:
             signature[name] = "constexpr"
@@ -174,11 +175,12 @@ def _usage(
     return Usage(made.metadata.shared, *_of_ptx(made.asm["ptx"]))
 
 
-def _descriptors(constants: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
-    """Types of arguments of `key_gradient_kernel` that are descriptors."""
+def _descriptors(of_keys: bool, constants: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    """Types of arguments that are descriptors; ``of_keys``: of `key_gradient_kernel`."""
     columns, kind = constants["COLUMNS"], _TYPES[dtype]
-    rows = {name: f"tensordesc<{kind}[{columns}, 1, {constants[pad]}]>" for name, pad in _DESCRIBED.items()}
-    return rows | dict.fromkeys(("lse", "delta"), f"tensordesc<fp32[1, {columns}]>")
+    stats = dict.fromkeys(("lse", "delta"), f"tensordesc<fp32[1, {columns}]>") if of_keys else {}
+    read = {name: f"tensordesc<{kind}[{columns}, 1, {constants[pad]}]>" for name, pad in _DESCRIBED[of_keys].items()}
+    return read | stats
 
 
 def _of_ptx(ptx: str) -> tuple[int, int]:

@@ -37,6 +37,16 @@ def test_kernels_fit_every_gpu(capability, kernel):
         assert used.shared <= room and used.spilled <= MOST_SPILLED, (dims, used)
 
 
+@pytest.mark.parametrize("kernel", ["forward", "query_gradient"])
+def test_kernels_for_narrow_masks_leave_room_for_two_on_a_multiprocessor(kernel):
+    from tests.backends.triton.compiled import usage
+
+    found = sizes(kernel, "hopper", (128, 128), 2, narrow=True)
+    assert found.described and found != sizes(kernel, "hopper", (128, 128), 2)
+    used = usage(kernel, (9, 0), (128, 128), torch.bfloat16, found=found)
+    assert 2 * (used.shared + 1024) <= 228 << 10 and used.spilled == 0, used
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_kernels_over_rows_keep_their_registers(capability):
     from tests.backends.triton.compiled import row_usage
@@ -126,6 +136,7 @@ def test_blocks_of_queries_that_are_described_begin_at_multiples_of_16_bytes():
 
 def test_softcap_changes_warps_alone():
     """Tables of a mask are made without knowing of it."""
-    for kind, kernel, dim, itemsize in itertools.product(SHARED_BYTES, get_args(Kernel), (64, 128, 256), (2, 4)):
-        plain, capped = (sizes(kernel, kind, (dim, dim), itemsize, capped=c) for c in (False, True))
+    cases = itertools.product(SHARED_BYTES, get_args(Kernel), (64, 128, 256), (2, 4), (False, True))
+    for kind, kernel, dim, itemsize, narrow in cases:
+        plain, capped = (sizes(kernel, kind, (dim, dim), itemsize, capped=c, narrow=narrow) for c in (False, True))
         assert plain._replace(warps=capped.warps) == capped
