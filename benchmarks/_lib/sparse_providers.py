@@ -1,4 +1,4 @@
-"""Other implementations that `bench_sparse` measures, each with masks of blocks alone."""
+"""Other implementations that `bench_sparse` measures, most with masks of blocks alone."""
 
 from __future__ import annotations
 
@@ -112,5 +112,16 @@ def magi(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, Pass]:
     return forward, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
 
 
-PEERS = {"flex": flex, "flashinfer": flashinfer, "magi": magi}
+def triton(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, Pass]:
+    """The kernels in Triton here, by the call that the case makes."""
+    leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
+    out = case.attend(*leaves, impl="triton")[0]
+    dout = torch.randn_like(out)
+    return (
+        lambda: case.attend(q, k, v, impl="triton")[0],
+        lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0],
+    )
+
+
+PEERS = {"flex": flex, "flashinfer": flashinfer, "magi": magi, "triton": triton}
 """By name: forward, and backward where there is one."""

@@ -22,19 +22,19 @@ from megatron_magi.mask import builders
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 
 HEADS_Q, HEADS_KV = 32, 8
-HEADER = ["kernel", "head_dim", "mask", "rows", "columns", "warps", "stages", "ms", "tflops"]
-CANDIDATES: dict[Kernel, list[tuple[int, int, int, int]]] = {
+HEADER = ["kernel", "head_dim", "mask", "rows", "columns", "warps", "stages", "described", "ms", "tflops"]
+CANDIDATES: dict[Kernel, list[tuple[int, ...]]] = {
     "forward": [
         (128, 128, 8, 3), (128, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 4, 3),
-        (128, 64, 8, 2), (128, 128, 4, 2),
+        (128, 64, 8, 2), (128, 128, 4, 2), (64, 64, 4, 3, True),
     ],
     "query_gradient": [
         (128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 4, 3), (128, 64, 8, 4), (64, 32, 4, 3), (64, 64, 4, 3),
-        (128, 32, 8, 4), (64, 32, 4, 4), (64, 128, 8, 2),
+        (128, 32, 8, 4), (64, 32, 4, 4), (64, 128, 8, 2), (64, 64, 4, 2, True), (64, 64, 4, 3, True),
     ],
     "key_gradient": [
         (128, 64, 8, 3), (64, 32, 4, 3), (128, 32, 8, 3), (64, 32, 4, 2), (64, 64, 4, 3), (64, 32, 4, 4),
-        (128, 32, 8, 4), (128, 64, 4, 3), (64, 64, 4, 2),
+        (128, 32, 8, 4), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2, True), (64, 64, 4, 3, True),
     ],
 }  # fmt: skip
 
@@ -71,8 +71,8 @@ def measure(kernel: Kernel, dim: int, length: int) -> list[list]:
         attention.sizes = tuning.sizes
         out, lse, _ = slice_attention_forward(q, k, v, mask.bands, impl="triton")
         delta = row_delta(dout, out, "torch")
-        for candidate in CANDIDATES[kernel]:
-            attention.sizes = partial(chosen, kernel, Sizes(*candidate))
+        for candidate in (Sizes(*numbers) for numbers in CANDIDATES[kernel]):
+            attention.sizes = partial(chosen, kernel, candidate)
             try:
                 if kernel == "forward":
                     ms = time_ms(lambda m=mask: slice_attention_forward(q, k, v, m.bands, impl="triton"))
@@ -86,7 +86,7 @@ def measure(kernel: Kernel, dim: int, length: int) -> list[list]:
                 print(kernel, dim, name, candidate, type(error).__name__, str(error)[:80], flush=True)
                 continue
             rate = flops * (1 if kernel == "forward" else 2.5) / ms / 1e9
-            rows.append([kernel, dim, name, *candidate, f"{ms:.3f}", f"{rate:.0f}"])
+            rows.append([kernel, dim, name, *map(int, candidate), f"{ms:.3f}", f"{rate:.0f}"])
             print(*rows[-1], flush=True)
     attention.sizes = tuning.sizes
     return sorted(rows, key=lambda row: (row[2], float(row[-2])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.triton import support
-from megatron_magi.backends.triton.tables import DeviceTables, Tiling, tables_of
-from megatron_magi.backends.triton.tuning import Kernel, Sizes, kind_of, padded, sizes
+from megatron_magi.backends.triton.tables import DeviceTables, Tiling, is_narrow, tables_of
+from megatron_magi.backends.triton.tuning import ALIGNED_ROWS, ALIGNMENT, Kernel, Sizes, kind_of, padded, sizes
 from megatron_magi.operands.merge import row_products
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
@@ -32,6 +33,14 @@ def kernels() -> ModuleType:
     from megatron_magi.backends.triton import kernels as module
 
     return module
+
+
+@cache
+def descriptors() -> Callable[..., Any]:
+    """Makes descriptors of tensors, likewise."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor
 
 
 @cache
@@ -73,12 +82,13 @@ def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, outp
     scale, cap = _logit_factors(options)
     sink = lse if sink_lse is None else sink_lse.expand(lse.shape)
     if tables is not None:
+        (read_k, read_v), described = _read((k, v), found)
         kernels().forward_kernel[(tables.tiles.shape[0] * num_heads,)](
-            q, k, v, out, lse, row_max, sink,
+            q, read_k, read_v, out, lse, row_max, sink,
             tables.tiles, tables.passes, tables.bounds, num_rows, num_keys, num_heads,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], *lse.stride(), *sink.stride(),
             scale, cap, **_shape(q, k, v, found), CAPPED=bool(options.softcap), HAS_SINK=sink_lse is not None,
-            MERGES=merges, KEEPS_MAX=max_logits is not None,
+            MERGES=merges, KEEPS_MAX=max_logits is not None, DESCRIBED=described,
         )  # fmt: skip
     if max_logits is not None and num_rows:
         torch.amax(row_max, dim=0, out=max_logits)
@@ -109,34 +119,59 @@ def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, gr
     num_rows, num_keys = q.shape[0], k.shape[0]
     scale, cap = _logit_factors(options)
     strides = [s for x in (q, k, v, dout) for s in x.stride()[:2]]
-    common = (q, k, v, dout, *_by_head(lse, delta))
+    lse, delta = _by_head(lse, delta)
+    room = lse.stride(0)
     found, tables = _launch("query_gradient", q, k, v, bands, options)
     if tables is not None:
+        (read_k, read_v), described = _read((k, v), found)
         kernels().query_gradient_kernel[(tables.tiles.shape[0] * q.shape[1],)](
-            *common, grads.dq, tables.tiles, tables.passes, tables.bounds, num_rows, num_keys, q.shape[1],
-            *strides, *grads.dq.stride()[:2], scale, cap, options.softmax_scale,
+            q, read_k, read_v, dout, lse, delta, grads.dq, tables.tiles, tables.passes, tables.bounds, num_rows,
+            num_keys, q.shape[1], room, *strides, *grads.dq.stride()[:2], scale, cap, options.softmax_scale,
             **_shape(q, k, v, found), CAPPED=bool(options.softcap), ADDS=grads.accumulate_dq,
+            DESCRIBED=described,
         )  # fmt: skip
     found, tables = _launch("key_gradient", q, k, v, bands, options)
     if tables is not None:
+        (read_q, read_dout, *read_stats), described = _read((q, dout, lse, delta), found)
         kernels().key_gradient_kernel[(tables.tiles.shape[0] * k.shape[1],)](
-            *common, grads.dk, grads.dv, tables.tiles, tables.passes, tables.bounds, num_rows, k.shape[1],
-            *strides, *grads.dk.stride()[:2], *grads.dv.stride()[:2], scale, cap, options.softmax_scale,
-            **_shape(q, k, v, found), CAPPED=bool(options.softcap), ADDS=grads.accumulate_keys,
+            read_q, k, v, read_dout, *read_stats, grads.dk, grads.dv, tables.tiles, tables.passes, tables.bounds,
+            num_rows, k.shape[1], room, *strides, *grads.dk.stride()[:2], *grads.dv.stride()[:2], scale, cap,
+            options.softmax_scale, **_shape(q, k, v, found), CAPPED=bool(options.softcap),
+            ADDS=grads.accumulate_keys, DESCRIBED=described,
         )  # fmt: skip
 
 
 def _by_head(lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """lse, as kernels of the backward read it, and delta: fp32 ``[num_heads, num_rows]``."""
+    """lse, as kernels of the backward read it, and delta: fp32 ``[num_heads, num_rows]``; each head begins aligned."""
     num_rows, num_heads = lse.shape
-    # Not one tensor for both: the second's alignment, for which kernels are compiled, would be that of a length.
-    made = [torch.empty((num_heads, num_rows), dtype=torch.float32, device=lse.device) for _ in range(2)]
+    room = num_blocks(num_rows, ALIGNED_ROWS) * ALIGNED_ROWS
+    made = [torch.empty((num_heads, room), dtype=torch.float32, device=lse.device) for _ in range(2)]
     if lse.numel():
         heads = num_blocks(num_heads, _HEADS)
         row_kernels().by_head_kernel[(num_blocks(num_rows, _ROWS) * heads,)](
-            lse, delta, *made, num_rows, num_heads, heads, *lse.stride(), *delta.stride(), ROWS=_ROWS, HEADS=_HEADS,
+            lse, delta, *made, num_rows, num_heads, heads, room, *lse.stride(), *delta.stride(),
+            ROWS=_ROWS, HEADS=_HEADS,
         )  # fmt: skip
-    return made[0], made[1]
+    return made[0][:, :num_rows], made[1][:, :num_rows]
+
+
+def _read(tensors: Sequence[Tensor], found: Sizes) -> tuple[Sequence[Any], bool]:
+    """What a kernel reads block by block, as it takes it: as descriptors or not, which is the second result."""
+    described = found.described and all(x.numel() for x in tensors)
+    return ([_descriptor(x, found.columns) for x in tensors] if described else tensors), described
+
+
+def _descriptor(x: Tensor, columns: int) -> Any:
+    """Of blocks of rows of ``[num_rows, num_heads, dim]``, or of lse or delta, ``[num_heads, num_rows]``.
+
+    A tensor whose rows or heads are not aligned is copied.
+    """
+    if x.dim() == 2:
+        return descriptors()(x, [*x.shape], [*x.stride()], [1, columns])
+    units = [s * x.element_size() for s in x.stride()[:2]]
+    if x.data_ptr() % ALIGNMENT or any(n <= 0 or n % ALIGNMENT for n in units):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return descriptors()(x, [*x.shape], [*x.stride()], [columns, 1, padded(x.shape[2])])
 
 
 @cache
@@ -151,7 +186,8 @@ def _launch(
 ) -> tuple[Sizes, DeviceTables | None]:
     """Sizes of a kernel and the tables that it reads; None where it has nothing to write."""
     dims, capped = (q.shape[2], v.shape[2]), bool(options.softcap)
-    found = sizes(kernel, kind_of(q.device), dims, q.element_size(), capped=capped)
+    narrow = is_narrow(bands, q.shape[0])
+    found = sizes(kernel, kind_of(q.device), dims, q.element_size(), capped=capped, narrow=narrow)
     tiling = Tiling.of(kernel, found, q.shape[0], k.shape[0])
     if not tiling.num_rows:
         return found, None

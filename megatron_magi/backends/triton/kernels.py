@@ -33,6 +33,28 @@ def _rows(base, row, past, stride, ROWS: tl.constexpr, D: tl.constexpr, PAD: tl.
 
 
 @triton.jit
+def _block(
+    of, head, row, past, stride, ROWS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, CUT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """`_rows` of a head; ``of`` is a descriptor of all heads, which gives 0 past the last row and element, or begins
+    with that head."""
+    if DESCRIBED:
+        found = of.load([row, head, 0]).reshape([ROWS, PAD])
+    else:
+        found = _rows(of, row, past, stride, ROWS, D, PAD, CUT)
+    return found
+
+
+@triton.jit
+def _of_head(of, head, stride, DESCRIBED: tl.constexpr):
+    """What `_block` reads of a head."""
+    if not DESCRIBED:
+        of += tl.cast(head, tl.int64) * stride
+    return of
+
+
+@triton.jit
 def _add_rows(
     base, row, past, stride, value, ROWS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ADDS: tl.constexpr
 ):
@@ -72,12 +94,12 @@ def _bounds(bounds, i, ROWS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc, total, largest, q, k, v, k_stride, v_stride, column, num_keys, low, high, scale, cap,
+    acc, total, largest, q, k, v, head, k_stride, v_stride, column, num_keys, low, high, scale, cap,
     DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, COLUMNS: tl.constexpr,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """One block of keys: the sums of exp2(logit - largest) * v and of exp2(logit - largest), and the largest logit."""
-    keys = _rows(k, column, num_keys, k_stride, COLUMNS, DK, PAD_K, MASKED)
+    keys = _block(k, head, column, num_keys, k_stride, COLUMNS, DK, PAD_K, MASKED, DESCRIBED)
     logits = _dot(q, tl.trans(keys), PRECISION)
     if CAPPED:
         logits = _tanh(logits * scale) * cap
@@ -92,7 +114,7 @@ def _attend(
         shift = tl.where(found == float("-inf"), 0.0, found)
     p = tl.exp2(logits * factor - shift[:, None])
     kept = tl.exp2(largest - shift)
-    values = _rows(v, column, num_keys, v_stride, COLUMNS, DV, PAD_V, MASKED)
+    values = _block(v, head, column, num_keys, v_stride, COLUMNS, DV, PAD_V, MASKED, DESCRIBED)
     acc = acc * kept[:, None] + _dot(p.to(values.dtype), values, PRECISION)
     return acc, total * kept + tl.sum(p, 1), found
 
@@ -146,18 +168,19 @@ def forward_kernel(
     scale, cap,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPPED: tl.constexpr, HAS_SINK: tl.constexpr, MERGES: tl.constexpr,
-    KEEPS_MAX: tl.constexpr, PRECISION: tl.constexpr,
+    KEEPS_MAX: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Program i: tile i // num_heads, the longest first, of head i % num_heads.
 
     ``scale``: of q @ k to logits in base 2; if ``CAPPED``, to the argument of tanh, and ``cap`` is the factor of that.
-    ``MERGES``: out and lse hold a result over other keys. ``row_max`` is like lse.
+    ``MERGES``: out and lse hold a result over other keys. ``row_max`` is like lse. ``DESCRIBED``: k and v,
+    ``[num_keys, heads, dim]``, are descriptors of blocks.
     """
     tile, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     row, begin = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
     end, past = tl.load(tiles + 4 * tile + 2), row + tl.load(tiles + 4 * tile + 3)
-    k += tl.cast(head // GROUP, tl.int64) * k_head
-    v += tl.cast(head // GROUP, tl.int64) * v_head
+    key_head = head // GROUP
+    k_at, v_at = _of_head(k, key_head, k_head, DESCRIBED), _of_head(v, key_head, v_head, DESCRIBED)
     query = _rows(q + tl.cast(head, tl.int64) * q_head, row, past, q_row, ROWS, DK, PAD_K, True)
     acc = tl.zeros([ROWS, PAD_V], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -166,15 +189,15 @@ def forward_kernel(
         first, count, full, past_full = _pass(passes, i)
         for block in range(full, past_full):
             acc, total, largest = _attend(
-                acc, total, largest, query, k, v, k_row, v_row, first + block * COLUMNS, num_keys, 0, 0, scale,
-                cap, DK, DV, PAD_K, PAD_V, COLUMNS, False, CAPPED, PRECISION,
+                acc, total, largest, query, k_at, v_at, key_head, k_row, v_row, first + block * COLUMNS, num_keys, 0, 0,
+                scale, cap, DK, DV, PAD_K, PAD_V, COLUMNS, False, CAPPED, PRECISION, DESCRIBED,
             )  # fmt: skip
         low, high = _bounds(bounds, i, ROWS)
         for other in range(count - past_full + full):
             block = tl.where(other < full, other, other + past_full - full)
             acc, total, largest = _attend(
-                acc, total, largest, query, k, v, k_row, v_row, first + block * COLUMNS, num_keys, low, high, scale,
-                cap, DK, DV, PAD_K, PAD_V, COLUMNS, True, CAPPED, PRECISION,
+                acc, total, largest, query, k_at, v_at, key_head, k_row, v_row, first + block * COLUMNS, num_keys, low,
+                high, scale, cap, DK, DV, PAD_K, PAD_V, COLUMNS, True, CAPPED, PRECISION, DESCRIBED,
             )  # fmt: skip
     rows = row + tl.arange(0, ROWS)
     there = rows < past
@@ -195,14 +218,16 @@ def forward_kernel(
 
 @triton.jit
 def _grad_queries(
-    dq, q, dout, lse, delta, k, v, k_stride, v_stride, column, num_keys, low, high, scale, cap,
+    dq, q, dout, lse, delta, k, v, head, k_stride, v_stride, column, num_keys, low, high, scale, cap,
     DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, COLUMNS: tl.constexpr,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """One block of keys: dq without ``softmax_scale``."""
-    keys = _rows(k, column, num_keys, k_stride, COLUMNS, DK, PAD_K, MASKED)
-    values = _rows(v, column, num_keys, v_stride, COLUMNS, DV, PAD_V, MASKED)
+    keys = _block(k, head, column, num_keys, k_stride, COLUMNS, DK, PAD_K, MASKED, DESCRIBED)
+    values = _block(v, head, column, num_keys, v_stride, COLUMNS, DV, PAD_V, MASKED, DESCRIBED)
     logits = _dot(q, tl.trans(keys), PRECISION) * scale
+    if DESCRIBED:  # before the softmax: a wait less
+        dp = _dot(dout, tl.trans(values), PRECISION)
     if CAPPED:
         bent = _tanh(logits)
         logits = bent * cap
@@ -210,30 +235,34 @@ def _grad_queries(
     if MASKED:
         columns = (column + tl.arange(0, COLUMNS))[None, :]
         p = tl.where((columns >= low[:, None]) & (columns < high[:, None]), p, 0.0)
-    ds = p * (_dot(dout, tl.trans(values), PRECISION) - delta[:, None])
+    if not DESCRIBED:
+        dp = _dot(dout, tl.trans(values), PRECISION)
+    ds = p * (dp - delta[:, None])
     if CAPPED:
         ds = ds * (1 - bent * bent)
     return dq + _dot(ds.to(keys.dtype), keys, PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "num_heads"])
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "num_heads", "room"])
 def query_gradient_kernel(
-    q, k, v, dout, lse, delta, dq, tiles, passes, bounds, num_rows, num_keys, num_heads,
+    q, k, v, dout, lse, delta, dq, tiles, passes, bounds, num_rows, num_keys, num_heads, room,
     q_row, q_head, k_row, k_head, v_row, v_head, dout_row, dout_head, dq_row, dq_head, scale, cap, softmax_scale,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPPED: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """As `forward_kernel`, of dq. ``lse``, in base 2, and ``delta`` are ``[num_heads, num_rows]`` (`row_kernels`)."""
+    """As `forward_kernel`, of dq. ``lse``, in base 2, and ``delta`` are ``[num_heads, num_rows]`` (`row_kernels`), with
+    ``room`` elements from one head to the next."""
     tile, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     row, begin = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
     end, past = tl.load(tiles + 4 * tile + 2), row + tl.load(tiles + 4 * tile + 3)
-    k += tl.cast(head // GROUP, tl.int64) * k_head
-    v += tl.cast(head // GROUP, tl.int64) * v_head
+    key_head = head // GROUP
+    k_at, v_at = _of_head(k, key_head, k_head, DESCRIBED), _of_head(v, key_head, v_head, DESCRIBED)
     query = _rows(q + tl.cast(head, tl.int64) * q_head, row, past, q_row, ROWS, DK, PAD_K, True)
     grad = _rows(dout + tl.cast(head, tl.int64) * dout_head, row, past, dout_row, ROWS, DV, PAD_V, True)
     rows = row + tl.arange(0, ROWS)
     there = rows < past
-    at = tl.cast(head, tl.int64) * num_rows + rows
+    at = tl.cast(head, tl.int64) * room + rows
     row_lse = tl.load(lse + at, mask=there, other=0.0)
     row_delta = tl.load(delta + at, mask=there, other=0.0)
     acc = tl.zeros([ROWS, PAD_K], tl.float32)
@@ -241,15 +270,15 @@ def query_gradient_kernel(
         first, count, full, past_full = _pass(passes, i)
         for block in range(full, past_full):
             acc = _grad_queries(
-                acc, query, grad, row_lse, row_delta, k, v, k_row, v_row, first + block * COLUMNS, num_keys, 0, 0,
-                scale, cap, DK, DV, PAD_K, PAD_V, COLUMNS, False, CAPPED, PRECISION,
+                acc, query, grad, row_lse, row_delta, k_at, v_at, key_head, k_row, v_row, first + block * COLUMNS,
+                num_keys, 0, 0, scale, cap, DK, DV, PAD_K, PAD_V, COLUMNS, False, CAPPED, PRECISION, DESCRIBED,
             )  # fmt: skip
         low, high = _bounds(bounds, i, ROWS)
         for other in range(count - past_full + full):
             block = tl.where(other < full, other, other + past_full - full)
             acc = _grad_queries(
-                acc, query, grad, row_lse, row_delta, k, v, k_row, v_row, first + block * COLUMNS, num_keys, low, high,
-                scale, cap, DK, DV, PAD_K, PAD_V, COLUMNS, True, CAPPED, PRECISION,
+                acc, query, grad, row_lse, row_delta, k_at, v_at, key_head, k_row, v_row, first + block * COLUMNS,
+                num_keys, low, high, scale, cap, DK, DV, PAD_K, PAD_V, COLUMNS, True, CAPPED, PRECISION, DESCRIBED,
             )  # fmt: skip
     into = dq + tl.cast(head, tl.int64) * dq_head
     _add_rows(into, row, past, dq_row, acc * softmax_scale, ROWS, DK, PAD_K, ADDS)
@@ -257,21 +286,27 @@ def query_gradient_kernel(
 
 @triton.jit
 def _grad_keys(
-    dk, dv, keys, values, q, dout, lse, delta, q_stride, dout_stride, column, num_rows, low, high, scale, cap,
-    DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, COLUMNS: tl.constexpr,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, keys, values, q, dout, lse, delta, q_stride, dout_stride, head, column, num_rows, low, high, scale,
+    cap, DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: dk without ``softmax_scale``, and dv; matrices are transposed, ``[keys, queries]``."""
     columns = column + tl.arange(0, COLUMNS)
-    query = _rows(q, column, num_rows, q_stride, COLUMNS, DK, PAD_K, MASKED)
-    grad = _rows(dout, column, num_rows, dout_stride, COLUMNS, DV, PAD_V, MASKED)
-    if MASKED:
-        row_lse = tl.load(lse + columns, mask=columns < num_rows, other=0.0)
-        row_delta = tl.load(delta + columns, mask=columns < num_rows, other=0.0)
+    query = _block(q, head, column, num_rows, q_stride, COLUMNS, DK, PAD_K, MASKED, DESCRIBED)
+    grad = _block(dout, head, column, num_rows, dout_stride, COLUMNS, DV, PAD_V, MASKED, DESCRIBED)
+    if DESCRIBED:
+        row_lse = lse.load([head, column]).reshape([COLUMNS])
+        row_delta = delta.load([head, column]).reshape([COLUMNS])
     else:
-        row_lse = tl.load(lse + columns)
-        row_delta = tl.load(delta + columns)
+        if MASKED:
+            row_lse = tl.load(lse + columns, mask=columns < num_rows, other=0.0)
+            row_delta = tl.load(delta + columns, mask=columns < num_rows, other=0.0)
+        else:
+            row_lse = tl.load(lse + columns)
+            row_delta = tl.load(delta + columns)
     logits = _dot(keys, tl.trans(query), PRECISION) * scale
+    if DESCRIBED:  # before the softmax: a wait less
+        dp = _dot(values, tl.trans(grad), PRECISION)
     if CAPPED:
         bent = _tanh(logits)
         logits = bent * cap
@@ -279,22 +314,29 @@ def _grad_keys(
     if MASKED:
         p = tl.where((columns[None, :] >= low[:, None]) & (columns[None, :] < high[:, None]), p, 0.0)
     dv += _dot(p.to(grad.dtype), grad, PRECISION)
-    ds = p * (_dot(values, tl.trans(grad), PRECISION) - row_delta[None, :])
+    if not DESCRIBED:
+        dp = _dot(values, tl.trans(grad), PRECISION)
+    ds = p * (dp - row_delta[None, :])
     if CAPPED:
         ds = ds * (1 - bent * bent)
     dk += _dot(ds.to(query.dtype), query, PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads"])
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "room"])
 def key_gradient_kernel(
-    q, k, v, dout, lse, delta, dk, dv, tiles, passes, bounds, num_rows, num_heads,
+    q, k, v, dout, lse, delta, dk, dv, tiles, passes, bounds, num_rows, num_heads, room,
     q_row, q_head, k_row, k_head, v_row, v_head, dout_row, dout_head, dk_row, dk_head, dv_row, dv_head,
     scale, cap, softmax_scale,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPPED: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Program i: tile i // num_heads of keys, of key head i % num_heads, over all query heads of its group."""
+    """Program i: tile i // num_heads of keys, of key head i % num_heads, over all query heads of its group.
+
+    ``DESCRIBED``: q and dout, ``[num_rows, heads, dim]``, and lse and delta, ``[heads, num_rows]``, are descriptors of
+    blocks; passes begin at multiples of 16 bytes of lse and delta.
+    """
     tile, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     row, begin = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
     end, past = tl.load(tiles + 4 * tile + 2), row + tl.load(tiles + 4 * tile + 3)
@@ -303,24 +345,24 @@ def key_gradient_kernel(
     of_keys = tl.zeros([ROWS, PAD_K], tl.float32)
     of_values = tl.zeros([ROWS, PAD_V], tl.float32)
     for member in range(GROUP):
-        query_head = tl.cast(head * GROUP + member, tl.int64)
-        q_at, dout_at = q + query_head * q_head, dout + query_head * dout_head
-        lse_at, delta_at = lse + query_head * num_rows, delta + query_head * num_rows
+        query_head = head * GROUP + member
+        q_at, dout_at = _of_head(q, query_head, q_head, DESCRIBED), _of_head(dout, query_head, dout_head, DESCRIBED)
+        lse_at, delta_at = _of_head(lse, query_head, room, DESCRIBED), _of_head(delta, query_head, room, DESCRIBED)
         for i in range(begin, end):
             first, count, full, past_full = _pass(passes, i)
             for block in range(full, past_full):
                 of_keys, of_values = _grad_keys(
-                    of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row,
+                    of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row, query_head,
                     first + block * COLUMNS, num_rows, 0, 0, scale, cap,
-                    DK, DV, PAD_K, PAD_V, COLUMNS, False, CAPPED, PRECISION,
+                    DK, DV, PAD_K, PAD_V, COLUMNS, False, CAPPED, PRECISION, DESCRIBED,
                 )  # fmt: skip
             low, high = _bounds(bounds, i, ROWS)
             for other in range(count - past_full + full):
                 block = tl.where(other < full, other, other + past_full - full)
                 of_keys, of_values = _grad_keys(
-                    of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row,
+                    of_keys, of_values, keys, values, q_at, dout_at, lse_at, delta_at, q_row, dout_row, query_head,
                     first + block * COLUMNS, num_rows, low, high, scale, cap,
-                    DK, DV, PAD_K, PAD_V, COLUMNS, True, CAPPED, PRECISION,
+                    DK, DV, PAD_K, PAD_V, COLUMNS, True, CAPPED, PRECISION, DESCRIBED,
                 )  # fmt: skip
     into = dk + tl.cast(head, tl.int64) * dk_head
     _add_rows(into, row, past, dk_row, of_keys * softmax_scale, ROWS, DK, PAD_K, ADDS)

@@ -23,13 +23,15 @@ def row_delta_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_heads", "head_blocks", "lse_row", "lse_head", "delta_row", "delta_head"]
-)
+    do_not_specialize=[
+        "num_rows", "num_heads", "head_blocks", "room", "lse_row", "lse_head", "delta_row", "delta_head",
+    ]
+)  # fmt: skip
 def by_head_kernel(
-    lse, delta, out_lse, out_delta, num_rows, num_heads, head_blocks, lse_row, lse_head, delta_row, delta_head,
+    lse, delta, out_lse, out_delta, num_rows, num_heads, head_blocks, room, lse_row, lse_head, delta_row, delta_head,
     ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Writes lse, in base 2 and 0 of rows that see nothing, and delta as ``[num_heads, num_rows]``."""
+    """Writes lse, in base 2 and 0 of rows that see nothing, and delta by head, ``room`` elements from head to head."""
     rows = tl.program_id(0) // head_blocks * ROWS + tl.arange(0, ROWS)
     heads = tl.program_id(0) % head_blocks * HEADS + tl.arange(0, HEADS)
     there = (rows < num_rows)[:, None] & (heads < num_heads)[None, :]
@@ -37,5 +39,5 @@ def by_head_kernel(
     row_lse = tl.load(lse + i * lse_row + j * lse_head, mask=there, other=0.0).to(tl.float32)
     row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse * LOG2_E)
     row_delta = tl.load(delta + i * delta_row + j * delta_head, mask=there, other=0.0).to(tl.float32)
-    tl.store(out_lse + j * num_rows + i, row_lse, mask=there)
-    tl.store(out_delta + j * num_rows + i, row_delta, mask=there)
+    tl.store(out_lse + j * room + i, row_lse, mask=there)
+    tl.store(out_delta + j * room + i, row_delta, mask=there)

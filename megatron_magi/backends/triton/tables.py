@@ -16,7 +16,7 @@ from megatron_magi.backends.base import Ready, StageMasks, StageTables, TableUse
 from megatron_magi.backends.tiles import cpp_tiles
 from megatron_magi.backends.tiles import tiles as python_tiles
 from megatron_magi.backends.tiles.tiles import TilePlan
-from megatron_magi.backends.triton.tuning import Kernel, Kind, Sizes, kind_of, sizes
+from megatron_magi.backends.triton.tuning import ALIGNED_ROWS, NARROW, Kernel, Kind, Sizes, kind_of, sizes
 from megatron_magi.mask import bands as bd
 from megatron_magi.operands.frozen import FrozenMemo
 from megatron_magi.runtime.lru import LruCache
@@ -33,18 +33,33 @@ class Tiling(NamedTuple):
         of_keys: tiles of keys over blocks of queries, of the transposed mask; else of queries over blocks of keys.
         num_rows: queries, or keys, that are divided into tiles.
         rows, columns: of a tile; of a block.
+        align: first columns of passes are multiples of it.
     """
 
     of_keys: bool
     num_rows: int
     rows: int
     columns: int
+    align: int
 
     @classmethod
     def of(cls, kernel: Kernel, found: Sizes, num_queries: int, num_keys: int) -> Tiling:
         """That of a kernel with these sizes."""
         of_keys = kernel == "key_gradient"
-        return cls(of_keys, num_keys if of_keys else num_queries, found.rows, found.columns)
+        align = ALIGNED_ROWS if of_keys and found.described else 1
+        return cls(of_keys, num_keys if of_keys else num_queries, found.rows, found.columns, align)
+
+
+class Facts(NamedTuple):
+    """Of a mask.
+
+    Attributes:
+        digest: of the content of its table.
+        area: visible pairs.
+    """
+
+    digest: bytes
+    area: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +100,12 @@ class DeviceTables:
 
 _known: LruCache[tuple, DeviceTables] = LruCache(_MAX_BYTES, _MAX_TABLES)
 _prepared: WeakValueDictionary[tuple, DeviceTables] = WeakValueDictionary()
-_digests: FrozenMemo[bytes] = FrozenMemo()
+_facts: FrozenMemo[Facts] = FrozenMemo()
 
 
 def tables_of(bands: np.ndarray, tiling: Tiling, device: torch.device) -> DeviceTables:
     """The tables of a mask, int64 ``[n, 6]``, on a device: those of a prepared batch, from the cache, or made."""
-    key = (_digest(bands), tiling, device)
+    key = (_facts_of(bands).digest, tiling, device)
     tables = _prepared.get(key) or _known.get(key)
     if tables is None:
         tables = DeviceTables(*upload(_arrays(bands, tiling, "auto"), device))
@@ -98,21 +113,27 @@ def tables_of(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Device
     return tables
 
 
-def _digest(bands: np.ndarray) -> bytes:
-    """Of the content of a table; remembered for read-only ones."""
-    digest = _digests.get(bands)
-    if digest is None:
+def is_narrow(bands: np.ndarray, num_rows: int) -> bool:
+    """Whether queries see few keys, `tuning.NARROW` or fewer on average."""
+    return _facts_of(bands).area <= NARROW * num_rows
+
+
+def _facts_of(bands: np.ndarray) -> Facts:
+    """Facts of a mask; remembered for read-only tables."""
+    facts = _facts.get(bands)
+    if facts is None:
         digest = hashlib.blake2b(np.ascontiguousarray(bands).tobytes(), digest_size=16).digest()
-        _digests.put(bands, digest)
-    return digest
+        facts = Facts(digest, int(bd.areas(bands).sum()))
+        _facts.put(bands, facts)
+    return facts
 
 
 def _arrays(bands: np.ndarray, tiling: Tiling, planner: str) -> list[np.ndarray]:
     """The tables of a plan on the host; ``planner`` as `DispatchConfig.planner`."""
-    of_keys, num_rows, rows, columns = tiling
+    of_keys, num_rows, rows, columns, align = tiling
     plan_tiles = cpp_tiles.plan_tiles if cpp_tiles.chosen(planner) else python_tiles.plan_tiles
     made: TilePlan = plan_tiles(
-        bd.transpose(bands) if of_keys else bands, num_rows, rows, columns, hide_tail=of_keys, parts=1
+        bd.transpose(bands) if of_keys else bands, num_rows, rows, columns, align=align, hide_tail=of_keys, parts=1
     )
     return [made.tiles, made.passes, made.bounds]
 
@@ -121,7 +142,7 @@ def _arrays(bands: np.ndarray, tiling: Tiling, planner: str) -> list[np.ndarray]
 class MaskTables:
     """See `megatron_magi.backends.base.MaskTables`; tables of each tiling are three arrays."""
 
-    digest: bytes
+    facts: Facts
     tilings: tuple[Tiling, ...]
 
     @property
@@ -139,11 +160,11 @@ class MaskTables:
     ) -> Sequence[object]:
         """See `megatron_magi.backends.base.MaskTables`."""
         del plan_bytes
-        _digests.put(bands, self.digest)
+        _facts.put(bands, self.facts)
         kept = []
         for i, tiling in enumerate(self.tilings):
             made = DeviceTables(*(tensors[3 * i + j] for j in range(3)), ready)
-            kept.append(_prepared.setdefault((self.digest, tiling, made.tiles.device), made))
+            kept.append(_prepared.setdefault((self.facts.digest, tiling, made.tiles.device), made))
         return kept
 
 
@@ -161,14 +182,13 @@ class HostTables:
     def make(self, masks: StageMasks, use: TableUse) -> StageTables:
         """See `megatron_magi.backends.base.HostTables`."""
         kernels: tuple[Kernel, ...] = ("forward", "query_gradient", "key_gradient")
-        found = {
-            kernel: sizes(kernel, use.kind, use.dims, use.dtype.itemsize)
-            for kernel in kernels[: None if use.needs_backward else 1]
-        }
+        kernels = kernels[: None if use.needs_backward else 1]
         tables, arrays = [], []
         for bands, num_keys in zip(masks.bands, masks.num_keys, strict=True):
+            narrow = is_narrow(bands, masks.num_rows)
+            found = {k: sizes(k, use.kind, use.dims, use.dtype.itemsize, narrow=narrow) for k in kernels}
             tilings = dict.fromkeys(Tiling.of(k, s, masks.num_rows, num_keys) for k, s in found.items())
             for tiling in tilings:
                 arrays += _arrays(bands, tiling, use.planner)
-            tables.append(MaskTables(_digest(bands), tuple(tilings)))
+            tables.append(MaskTables(_facts_of(bands), tuple(tilings)))
         return StageTables(tuple(tables), arrays, None, None)

@@ -17,6 +17,14 @@ Kind = Literal["small", "medium", "large", "hopper"]
 SHARED_BYTES: dict[Kind, int] = {"small": 99 << 10, "medium": 163 << 10, "large": 227 << 10, "hopper": 227 << 10}
 """Shared memory of a thread block, by kind (CUDA C++ Programming Guide, technical specifications)."""
 
+ALIGNMENT = 16
+"""Bytes of which addresses and strides of what a descriptor describes are multiples, but the last dimension's."""
+ALIGNED_ROWS = ALIGNMENT // 4
+"""Rows of lse and delta, fp32 by head, of which passes over queries begin at a multiple if blocks are described."""
+
+NARROW = 2048
+"""Keys that queries see on average, up to which a mask is narrow: at 960 small tiles gain, at 4,096 and 8,192 not."""
+
 _KINDS: dict[tuple[int, int], Kind] = {
     (8, 0): "medium",
     (8, 6): "small",
@@ -50,12 +58,14 @@ class Sizes(NamedTuple):
         columns: of a block: keys, or queries.
         warps: of a program.
         stages: blocks that are loaded at a time.
+        described: whether blocks are loaded by the tensor memory accelerator, by descriptors, instead of by threads.
     """
 
     rows: int
     columns: int
     warps: int
     stages: int
+    described: bool = False
 
 
 def padded(dim: int) -> int:
@@ -63,16 +73,22 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def sizes(kernel: Kernel, kind: Kind, dims: tuple[int, int], itemsize: int, *, capped: bool = False) -> Sizes:
+def sizes(
+    kernel: Kernel, kind: Kind, dims: tuple[int, int], itemsize: int, *, capped: bool = False, narrow: bool = False
+) -> Sizes:
     """The sizes of a kernel.
 
     Args:
         dims: head dims of q and k, and of v.
         itemsize: bytes of an element.
         capped: with softcap, which decides warps alone: tables of a mask serve calls with and without it.
+        narrow: queries see few keys, see `NARROW`.
     """
     width = _width(dims)
     found = (_FP32 if itemsize == 4 else _SIZES[kind])[kernel][width]
+    if itemsize == 2 and all(dim * itemsize % ALIGNMENT == 0 for dim in dims):
+        found = _DESCRIBED.get((kind, kernel, width), found)
+        found = _NARROW.get((kind, kernel, width), found) if narrow else found
     if capped and itemsize == 2:
         found = found._replace(warps=_CAPPED_WARPS.get((kind, kernel, width), found.warps))
     return found
@@ -134,6 +150,17 @@ _HOPPER: dict[Kernel, dict[int, Sizes]] = {
 _SIZES: dict[Kind, dict[Kernel, dict[int, Sizes]]] = {
     "small": _SMALL, "medium": _LARGE, "large": _LARGE, "hopper": _HOPPER,
 }  # fmt: skip
+_DESCRIBED: dict[tuple[Kind, Kernel, int], Sizes] = {
+    # Loads by threads need addresses, for which 64 rows and 64 columns leave no registers. Not measured on "large".
+    ("hopper", "query_gradient", 64): Sizes(64, 64, 4, 3, described=True),
+    ("hopper", "key_gradient", 64): Sizes(64, 64, 4, 3, described=True),
+    ("hopper", "key_gradient", 128): Sizes(64, 64, 4, 2, described=True),
+}
+_NARROW: dict[tuple[Kind, Kernel, int], Sizes] = {
+    # 0.80 to 0.89 (forward) and 0.92 to 0.98 of the time with 128 rows, of which fewer share their keys.
+    ("hopper", "forward", 128): Sizes(64, 64, 4, 3, described=True),
+    ("hopper", "query_gradient", 128): Sizes(64, 64, 4, 2, described=True),
+}
 _CAPPED_WARPS: dict[tuple[Kind, Kernel, int], int] = {
     # With 4 warps, the fastest without softcap, 296 bytes of registers a thread are spilled, with 8 none.
     ("hopper", "key_gradient", 128): 8,

@@ -25,6 +25,8 @@ from megatron_magi.backends.triton.tuning import (
 )
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_DESCRIBED = {"k": "PAD_K", "v": "PAD_V"}, {"q": "PAD_K", "dout": "PAD_V"}
+"""What is read by blocks of keys, and of queries, and to what a row is filled up."""
 _FUNCTIONS = {
     "forward": kernels.forward_kernel,
     "query_gradient": kernels.query_gradient_kernel,
@@ -60,6 +62,7 @@ def usage(
         "GROUP": 4, "DK": dims[0], "DV": dims[1], "PAD_K": padded(dims[0]), "PAD_V": padded(dims[1]),
         "ROWS": found.rows, "COLUMNS": found.columns, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "CAPPED": special, "HAS_SINK": special, "MERGES": special, "KEEPS_MAX": special, "ADDS": special,
+        "DESCRIBED": found.described,
     }  # fmt: skip
     return _usage(_FUNCTIONS[kernel], constants, capability, dtype, found)
 
@@ -132,9 +135,12 @@ def _usage(
     """Compiles a function of Triton."""
     names = function.arg_names
     signature, attributes = {}, {}
+    described = _descriptors("dk" in names, constants, dtype) if constants.get("DESCRIBED") else {}
     for i, name in enumerate(names):
         if name in constants:
             signature[name] = "constexpr"
+        elif name in described:
+            signature[name] = described[name]
         elif name in ("q", "k", "v", "kv", "dout", "out", "dq", "dk", "dv", "probs", "grads"):
             signature[name] = "*" + _TYPES[dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -167,6 +173,14 @@ def _usage(
         options={"num_warps": found.warps, "num_stages": found.stages},
     )
     return Usage(made.metadata.shared, *_of_ptx(made.asm["ptx"]))
+
+
+def _descriptors(of_keys: bool, constants: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    """Types of arguments that are descriptors; ``of_keys``: of `key_gradient_kernel`."""
+    columns, kind = constants["COLUMNS"], _TYPES[dtype]
+    stats = dict.fromkeys(("lse", "delta"), f"tensordesc<fp32[1, {columns}]>") if of_keys else {}
+    read = {name: f"tensordesc<{kind}[{columns}, 1, {constants[pad]}]>" for name, pad in _DESCRIBED[of_keys].items()}
+    return read | stats
 
 
 def _of_ptx(ptx: str) -> tuple[int, int]:

@@ -40,9 +40,9 @@ interpreter.InterpreterBuilder.create_dot = _dot_with_bf16
 _masked_load = interpreter.InterpreterBuilder.create_masked_load
 
 
-def _load_with_any_mask(builder, pointers, mask, *rest):
+def _load_with_any_mask(builder, pointers, mask, *rest, **named):
     """Triton 3.9 makes an integer of ``block & scalar``, and takes booleans alone for a mask."""
-    return _masked_load(builder, pointers, _as_bool(mask), *rest)
+    return _masked_load(builder, pointers, _as_bool(mask), *rest, **named)
 
 
 _masked_store = interpreter.InterpreterBuilder.create_masked_store
@@ -53,6 +53,8 @@ def _store_with_any_mask(builder, pointers, values, mask, *rest):
 
 
 def _as_bool(mask):
+    if isinstance(mask, np.ndarray):  # that of what is loaded by a descriptor is none of Triton's
+        return mask
     return interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
 
 

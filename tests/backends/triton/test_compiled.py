@@ -8,7 +8,16 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron_magi.backends.triton.tuning import SHARED_BYTES, Kernel, LatentKernel, kind_of_capability, padded, sizes
+from megatron_magi.backends.triton.tuning import (
+    ALIGNMENT,
+    SHARED_BYTES,
+    Kernel,
+    LatentKernel,
+    kind_of_capability,
+    padded,
+    sizes,
+)
+from megatron_magi.mask import builders
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -26,6 +35,16 @@ def test_kernels_fit_every_gpu(capability, kernel):
     for dims in ((64, 64), (128, 128), (192, 128)) if capability in ((8, 6), (9, 0)) else ((128, 128),):
         used = usage(kernel, capability, dims, torch.bfloat16)
         assert used.shared <= room and used.spilled <= MOST_SPILLED, (dims, used)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "query_gradient"])
+def test_kernels_for_narrow_masks_leave_room_for_two_on_a_multiprocessor(kernel):
+    from tests.backends.triton.compiled import usage
+
+    found = sizes(kernel, "hopper", (128, 128), 2, narrow=True)
+    assert found.described and found != sizes(kernel, "hopper", (128, 128), 2)
+    used = usage(kernel, (9, 0), (128, 128), torch.bfloat16, found=found)
+    assert 2 * (used.shared + 1024) <= 228 << 10 and used.spilled == 0, used
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
@@ -103,8 +122,21 @@ def test_a_gpu_that_is_not_known_gets_what_fits_the_smallest():
     assert kind_of_capability((13, 7)) == "small" == min(SHARED_BYTES, key=SHARED_BYTES.__getitem__)
 
 
+def test_blocks_of_queries_that_are_described_begin_at_multiples_of_16_bytes():
+    from megatron_magi.backends.triton.tables import Tiling, _arrays
+
+    bands = builders.varlen(doc_lengths=[30, 1, 50, 41, 77, 3, 200], causal=True).bands
+    found = sizes("key_gradient", "hopper", (128, 96), 2)
+    assert found.described
+    _, passes, _ = _arrays(bands, Tiling.of("key_gradient", found, 402, 402), "python")
+    assert passes[:, 0].any() and not (passes[:, 0] * 4 % ALIGNMENT).any()
+    for dims, itemsize in (((128, 100), 2), ((60, 64), 2), ((128, 128), 4)):  # rows of 100 and 60 are not aligned
+        assert not sizes("key_gradient", "hopper", dims, itemsize).described
+
+
 def test_softcap_changes_warps_alone():
     """Tables of a mask are made without knowing of it."""
-    for kind, kernel, dim, itemsize in itertools.product(SHARED_BYTES, get_args(Kernel), (64, 128, 256), (2, 4)):
-        plain, capped = (sizes(kernel, kind, (dim, dim), itemsize, capped=c) for c in (False, True))
+    cases = itertools.product(SHARED_BYTES, get_args(Kernel), (64, 128, 256), (2, 4), (False, True))
+    for kind, kernel, dim, itemsize, narrow in cases:
+        plain, capped = (sizes(kernel, kind, (dim, dim), itemsize, capped=c, narrow=narrow) for c in (False, True))
         assert plain._replace(warps=capped.warps) == capped

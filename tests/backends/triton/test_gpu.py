@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_magi.mask import builders
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from tests.backends.sm90.test_masks import HEADS, check
 from tests.ops.naive import Case, masks, packed_causal
 
@@ -33,8 +34,9 @@ def test_random_masks_and_options_match_fp64(dims, dtype, softcap, sink, mask, h
     check(Case(mask, *heads, *dims, softcap=softcap, sink=sink, dtype=dtype, device="cuda", seed=seed), "triton")
 
 
-def test_results_are_bitwise_repeatable():
-    case = Case(packed_causal([300, 7, 450, 63]), 2, 4, 128, 128, sink="sh", dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 72), (192, 128)], ids=str)
+def test_results_are_bitwise_repeatable(dims):
+    case = Case(packed_causal([300, 7, 450, 63]), 2, 4, *dims, sink="sh", dtype=torch.bfloat16, device="cuda")
 
     def attend(q, k, v, sink):
         out, meta = slice_attention(q, k, v, case.mask, sink=sink, return_max_logits=True, impl="triton")
@@ -42,6 +44,30 @@ def test_results_are_bitwise_repeatable():
 
     first, second = case.run(attend), case.run(attend)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 72)], ids=str)
+@pytest.mark.parametrize("shift", [(0, 1, 0), (0, 0, 4), (1, 0, 0), (0, 0, 8)], ids=str)
+def test_tensors_that_begin_anywhere_give_the_same_bits(dims, shift):
+    """Views whose rows, heads or first elements are aligned as descriptors have to be, or are not."""
+    mask, generator = packed_causal([301, 7, 450, 63]), torch.Generator("cuda").manual_seed(0)
+    rows, heads, behind = shift
+    views = [
+        torch.randn(821 + rows, h + heads, d + behind, device="cuda", dtype=torch.bfloat16, generator=generator)[
+            rows:, heads:, behind:
+        ]
+        for h, d in ((4, dims[0]), (2, dims[0]), (2, dims[1]), (4, dims[1]))
+    ]
+    copies = [view.clone(memory_format=torch.contiguous_format) for view in views]
+    out, lse, _ = slice_attention_forward(*copies[:3], mask.bands, impl="triton")
+    delta = row_delta(copies[3], out, "triton")  # one for both: the order of its sums depends on strides
+    got = slice_attention_forward(*views[:3], mask.bands, impl="triton")
+    assert torch.equal(got[0], out) and torch.equal(got[1], lse)
+    gradients = [
+        slice_attention_backward(dout, q, k, v, lse, delta, mask.bands, impl="triton")
+        for q, k, v, dout in (views, copies)
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 def test_a_new_mask_compiles_nothing():
