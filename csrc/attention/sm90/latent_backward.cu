@@ -6,7 +6,8 @@
 // columns of dQ += dS K, in registers, after which the buffer is free. The third one computes the contribution to the
 // gradient of the keys, dS^T Q, to which P^T dO is added in the columns of the values, 64 columns at a time, and adds
 // it to fp32 sums in device memory, which takes longest: so the other two are a block ahead, up to P. The producer has
-// the rows of these sums brought into the L2 cache, where Q, dO and dQ, which are read or written once, are to stay short.
+// the rows of these sums brought into the L2 cache, where Q, dO and dQ, which are read or written once, are to stay
+// short.
 //
 // Compile-time: DTYPE (Bf16 or Fp16).
 
@@ -117,7 +118,8 @@ DEVICE void produce(const LatentBackwardParams& p, Shared& s, int warp, int lane
       }
       copies_arrive(smem_address(&s.full));
       // Whole rows of sums, before parts of them are added to.
-      if (key >= 0) prefetch_bytes(p.sums + (static_cast<i64>(head_kv) * p.num_keys + key) * kDim, kDim * sizeof(float));
+      if (key >= 0)
+        prefetch_bytes(p.sums + (static_cast<i64>(head_kv) * p.num_keys + key) * kDim, kDim * sizeof(float));
       first += kWidth;
     } while (first < count);
   }
@@ -238,7 +240,8 @@ struct Consumer {
         }
         transpose_quad(word, lane);  // so that each thread stores 16 bytes
         if (row + 8 * r < item.heads)
-          __stcs(reinterpret_cast<uint4*>(to + 32 * g + 8 * (lane % 4)), make_uint4(word[0], word[1], word[2], word[3]));
+          __stcs(reinterpret_cast<uint4*>(to + 32 * g + 8 * (lane % 4)),
+                 make_uint4(word[0], word[1], word[2], word[3]));
       }
     }
   }
