@@ -21,8 +21,8 @@ def check_kinds(model_config: Any, model: Any = None) -> None:
     """Raises ValueError for a model that needs to have all tokens of a sequence, in their order."""
     if getattr(model_config.get_text_config(), "token_dropout", False):
         raise ValueError(
-            "token_dropout: embeddings (ESM's) are scaled by the number of masks in their sequence, of which a rank has "
-            "some rows; use the model on one rank"
+            "token_dropout: embeddings (ESM's) are scaled by the number of masks in their sequence, of which a rank has"
+            " its rows; use the model on one rank"
         )
     others = other_kinds(model_config)
     if others or getattr(model, "_is_stateful", False):
