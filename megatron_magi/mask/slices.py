@@ -230,7 +230,7 @@ class AttnMask:
             unknown, or two slices cover a common (query, key) pair.
     """
 
-    __slots__ = ("__dict__", "_digest", "_table", "total_seqlen_k", "total_seqlen_q")
+    __slots__ = ("__dict__", "_digest", "_packed", "_table", "total_seqlen_k", "total_seqlen_q")
 
     def __init__(
         self,
@@ -265,6 +265,7 @@ class AttnMask:
         text = hashlib.sha256(struct.pack("=2q", self.total_seqlen_q, self.total_seqlen_k))
         text.update(table)
         self._digest = text.digest()
+        self._packed = _packed(table, self._digest)  # now, as it is read inside of compiled graphs
 
     @classmethod
     def from_ranges(
@@ -335,14 +336,14 @@ class AttnMask:
         """int64 ``[n, 5]``, read-only: q_start, q_end, k_start, k_end, mask type."""
         return self._table
 
-    @cached_property
+    @property
     def packed(self) -> np.ndarray:
         """The mask as one array of few shapes, for graphs that are compiled once for many masks.
 
         int64 ``[1 + m, 5]``: the digest as four numbers and the number of slices; the slices; rows of zeros, so
         that m is one of 64, 512, 4096 and so on. Not to be written to.
         """
-        return _packed(self._table, self._digest)
+        return self._packed
 
     @cached_property
     def slices(self) -> tuple[AttnSlice, ...]:
