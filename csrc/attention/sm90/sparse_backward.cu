@@ -264,6 +264,7 @@ struct KeyGradients {
     constexpr int kPlace = 2 * kHeadDim;
     const i64 place = static_cast<i64>(list) * p.list_places + step * kStep + Gather::entry_of_row(row);
     u16* to = p.given + place * kPlace + part * kPanel + lane % 4 * 8;
+    const float factor = part < kPanels ? 1.f : p.scale;  // before the rounding, as sums over heads may exceed fp16
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -272,7 +273,7 @@ struct KeyGradients {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float* two = x + 4 * (4 * g + j) + 2 * r;
-          word[j] = T::pack(two[0], two[1]);
+          word[j] = T::pack(two[0] * factor, two[1] * factor);
         }
         __stcs(reinterpret_cast<uint4*>(to + r * Gather::entry_of_row(8) * kPlace + 32 * g),
                make_uint4(word[0], word[1], word[2], word[3]));

@@ -10,11 +10,11 @@ struct SparseBackwardParams {
   const u16 *keys, *values;  // from which single keys are gathered
   const float *lse, *delta;  // [rows, heads]
   u16* dq;
-  // Of single keys, without the softmax scale. Sums of dK and dV, [key heads, sum_rows, columns], whose columns are
+  // Of single keys. Sums of dK, without the softmax scale, and dV, [key heads, sum_rows, columns], whose columns are
   // permuted: in every 16, those of thread t of a row (2t, 2t + 1, 2t + 8, 2t + 9) are adjacent.
   float *dk_sums, *dv_sums;
-  // Or with STORED what each query gives to dV and dK of each key of its list, summed over the heads of a pack: [packs,
-  // rows, list_places, 2, columns]. In every 32 columns those of thread t (8j + 2t, 8j + 2t + 1, j = 0 to 3) are
+  // Or with STORED what each query gives to dV and dK, with the softmax scale, of each key of its list, summed over the
+  // heads of a pack: [packs, rows, list_places, 2, columns]. In every 32 columns those of thread t (8j + 2t, 8j + 2t + 1, j = 0 to 3) are
   // adjacent.
   u16* given;
   int k_row, v_row;                                                               // strides, elements

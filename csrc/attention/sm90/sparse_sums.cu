@@ -22,7 +22,6 @@ struct SparseSumsParams {
   i64 pack_places;                            // of all queries
   int num_keys, heads_kv, list_heads, packs;  // packs: of a key head
   int reads_sums, writes_sums;                // writes_sums: instead of dK and dV
-  float scale;
 };
 
 struct Key {
@@ -85,10 +84,9 @@ DEVICE void finish(float (&sum)[8], const SparseSumsParams& p, const Key& of, in
     __stcs(sums + 1, make_float4(sum[4], sum[5], sum[6], sum[7]));
     return;
   }
-  const float factor = of_values ? 1.f : p.scale;
   u32 word[4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) word[j] = T::pack(sum[2 * j] * factor, sum[2 * j + 1] * factor);
+  for (int j = 0; j < 4; ++j) word[j] = T::pack(sum[2 * j], sum[2 * j + 1]);
   transpose_quad(word, lane);
   u16* to = of_values ? p.dv + of.key * p.dv_row + of.head * p.dv_head : p.dk + of.key * p.dk_row + of.head * p.dk_head;
   if (lane < kLanes) *reinterpret_cast<uint4*>(to + column) = make_uint4(word[0], word[1], word[2], word[3]);

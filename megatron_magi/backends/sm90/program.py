@@ -36,7 +36,7 @@ from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.profiling import profiled_backward_calls, profiled_forward_calls
 from megatron_magi.runtime.lru import LruCache, Use
-from megatron_magi.runtime.upload import together
+from megatron_magi.runtime.upload import together, when_there
 
 MAX_BYTES, MAX_LISTS = 512 << 20, 1024
 _bound: LruCache[tuple, BoundLaunches] = LruCache(MAX_BYTES, MAX_LISTS)
@@ -415,17 +415,20 @@ class LaunchProgram:
         return known
 
     def make(self, key: tuple, maker: Maker) -> BoundLaunches | None:
-        """Makes the launches of a layout and keeps them for calls."""
+        """Makes the launches of a layout, and keeps them for calls once their tables are on the device."""
         made = maker(self)
         if made is not None:
             self.makers.put(key, maker, 0)
-            if self.is_prepared or not made.num_bytes:
-                self.kept[key] = made
-            else:
-                made.use = Use(_bound, (self.token, key))
-                _bound.put((self.token, key), made, made.num_bytes)
-            self.bound[key] = made
+            when_there(lambda: self._keep(key, made))
         return made
+
+    def _keep(self, key: tuple, made: BoundLaunches) -> None:
+        if self.is_prepared or not made.num_bytes:
+            self.kept[key] = made
+        else:
+            made.use = Use(_bound, (self.token, key))
+            _bound.put((self.token, key), made, made.num_bytes)
+        self.bound[key] = made
 
     def _make_forward(
         self,

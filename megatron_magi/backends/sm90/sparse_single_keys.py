@@ -151,7 +151,7 @@ def _stored(
         rows = tuple(t[first:past] for t in (q, dout, lse, delta, dq))
         turned = (_sorted_places if deterministic else _places)(some.entries, k.shape[0], form)
         _attend(rows, k, v, pattern, some, softmax_scale, given, form)
-        _add(given, turned, sums, (dk, dv), pattern, form, past - first, softmax_scale, first > 0, past < num_rows)
+        _add(given, turned, sums, (dk, dv), pattern, form, past - first, first > 0, past < num_rows)
 
 
 def _attend(
@@ -258,7 +258,6 @@ def _add(
     pattern: SparsePattern,
     form: _Form,
     num_rows: int,
-    softmax_scale: float,
     reads: bool,
     writes: bool,
 ) -> None:
@@ -270,13 +269,13 @@ def _add(
         params = params_of("sparse_sums")(
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
             num_keys=num_keys, heads_kv=heads, list_heads=pattern.num_lists, packs=form.packs // heads,
-            pack_places=num_rows * form.places, reads_sums=reads, writes_sums=writes, scale=softmax_scale,
+            pack_places=num_rows * form.places, reads_sums=reads, writes_sums=writes,
         )  # fmt: skip
         kernel = kernels.small_kernel(dk.device, "sparse_sums", (f"HEAD_DIM={dim}", element(dk.dtype)))
         return Launch(kernel, num_blocks(num_keys * heads, _KEYS_OF_BLOCK), params)
 
     key = (
-        "sparse_sums", dk.device, dk.dtype, dk.shape, pattern.num_lists, form, num_rows, softmax_scale, reads, writes,
+        "sparse_sums", dk.device, dk.dtype, dk.shape, pattern.num_lists, form, num_rows, reads, writes,
     )  # fmt: skip
     launch = prepared(key, make)
     with launch.lock:

@@ -81,8 +81,8 @@ of blocks of 64 keys at 134 and 268 MB 1.10 to 1.12 and 1.12 to 1.14 times as fa
 LEAST_STORED_SUM_BYTES, MOST_STORED_ADDITIONS = 48 << 20, 1.5
 """Backward over single keys: if the fp32 sums of dk and dv of a key head have more bytes, so that they exceed the L2
 cache, and the lists of a wave of tiles name a key less often on average, it is faster to store what each query gives to
-a key and to add it key by key than to add it in memory at once: 1.07 to 1.46 times as fast at 0.5 and 1.0 names, 67 to
-537 MB; 0.92 at 2.1 names and 134 MB, 0.65 to 0.9 with more names or sums in the cache."""
+a key and to add it key by key than to add it in memory at once: 1.14 and 1.18 times as fast at 1.0 and 0.1 names, 67
+and 537 MB; 1.02 at 2.1 names and 134 MB, where another run had 0.92; 0.7 to 0.8 with more names."""
 
 GIVEN_BYTES, GIVEN_OVER_SUMS = 1 << 30, 2
 """Bytes of what queries give to keys that are stored at a time: the first, or so many times the bytes of the sums if

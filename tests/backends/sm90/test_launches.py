@@ -17,6 +17,7 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.runtime.lru import LruCache
+from megatron_magi.runtime.upload import together
 from tests.backends.sm90.test_host import tensors
 
 
@@ -47,6 +48,16 @@ def test_launches_keep_their_tables_and_are_bounded_by_the_memory_of_these(launc
     other = forward(bands[:, [2, 3, 0, 1, 4, 5]])
     assert first() is None and [one for _, one in bound.items()] == [other()]
     assert forward(bands)() is not None and other() is None
+
+
+def test_other_threads_find_launches_once_their_tables_are_there(launched):
+    q, k, v, bands = tensors()
+    program = stage(bands)
+    with together(torch.device("cpu")):
+        output = ForwardOutput(torch.empty_like(q), torch.zeros(300, 4))
+        hopper.forward(ForwardInputs(q, k, v), bands, AttnOptions(0.1), output, program=program)
+        assert launched.params["forward"] and not program.bound and not program.kept
+    assert len(program.bound) == 1
 
 
 def test_tensors_that_lie_otherwise_are_not_launched_as_those_before(launched):

@@ -211,6 +211,19 @@ def test_keys_that_all_lists_name_often_get_the_gradients_of_fp64(monkeypatch, s
     check_backward(x, deterministic=True)
 
 
+def test_what_heads_give_together_may_exceed_fp16_before_it_is_scaled():
+    """dk is 7,240 and softmax scales are 128^-0.5: the sum of 16 heads is 81,920 before."""
+    q = torch.full((1, 16, 128), 10.0, device="cuda", dtype=torch.float16)
+    k = torch.zeros((2, 1, 128), device="cuda", dtype=torch.float16).requires_grad_()
+    v = torch.ones((2, 1, 128), device="cuda", dtype=torch.float16)
+    v[1] = -1
+    indices = torch.tensor([[[0, 1]]], device="cuda", dtype=torch.int32)
+    out, _ = index_sparse_attention(q, k, v, indices, deterministic=True)
+    (dk,) = torch.autograd.grad(out, k, torch.full_like(out, 8.0))
+    expected = torch.tensor([7240.0, -7240.0], device="cuda").expand(128, 2).T[:, None]
+    torch.testing.assert_close(dk.float(), expected, rtol=2e-3, atol=0)
+
+
 def test_deterministic_gradients_of_what_is_not_finite_are_not_finite():
     """Those of the query, and of the keys that it or a query in whose tile its rows are loaded lists."""
     x = make_case(index_pattern(1, 20, 50, 10), 20, 50, (16, 1))

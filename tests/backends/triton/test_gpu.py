@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_magi.backends.triton import tables
 from megatron_magi.mask import builders
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
@@ -32,6 +33,13 @@ pytestmark = pytest.mark.gpu
 @given(mask=masks(longest=400), heads=st.sampled_from(HEADS[2:4]), seed=st.integers(0, 99))
 def test_random_masks_and_options_match_fp64(dims, dtype, softcap, sink, mask, heads, seed):
     check(Case(mask, *heads, *dims, softcap=softcap, sink=sink, dtype=dtype, device="cuda", seed=seed), "triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64)], ids=str)
+def test_sizes_for_masks_in_which_queries_see_many_keys_match_fp64(monkeypatch, dims, dtype):
+    monkeypatch.setattr(tables, "NARROW", 0)
+    check(Case(packed_causal([300, 7, 450, 63]), 2, 4, *dims, sink="sh", dtype=dtype, device="cuda"), "triton")
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 72), (192, 128)], ids=str)
