@@ -212,7 +212,7 @@ _last: list[Any] = []
 
 @cache  # the environment is read in several places, and for each key
 def _warn_of(unknown: tuple[str, ...]) -> None:
-    warnings.warn(f"unknown environment variables: {', '.join(unknown)}", stacklevel=3)
+    warnings.warn(f"unknown environment variables: {', '.join(unknown)}", stacklevel=5)
 
 
 def profile_mode(environ: Mapping[str, str] | None = None) -> bool:

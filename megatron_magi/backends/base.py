@@ -464,7 +464,8 @@ def loads_of_forward(bands: np.ndarray) -> int:
     So it is compared with the last forward elsewhere.
 
     Raises:
-        RuntimeError: it repeats a forward, and the mask was loaded after the last one.
+        RuntimeError: it repeats a forward, and the mask was loaded after the last one. A forward of a later mask in
+            between hides that.
     """
     if not is_changing(bands):
         return 0

@@ -164,34 +164,65 @@ def _of_batch(numbers: Tensor, shard: Shard) -> Tensor:
     return shard.undispatch(numbers)[:, : shard.num_predictions]
 
 
+class _OutputError(ValueError, AttributeError):
+    """An AttributeError too, so that who asks whether an output has an attribute hears that it has none."""
+
+
+class OfNoRows:
+    """In the place of an output that is made of no rows of a rank alone: using it raises a ValueError that says so."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __repr__(self) -> str:
+        return f"OfNoRows({self._message!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_message":  # what Python looks for, in copies for instance
+            raise AttributeError(name)
+        raise _OutputError(self._message)
+
+    def _used(self, *_: Any, **__: Any) -> Any:
+        raise _OutputError(self._message)
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __array__ = __float__ = __neg__ = __torch_function__ = _used
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _used
+
+
 def gathered(output: Any, shard: Shard, num_rows: int, has_loss: bool) -> Any:
     """A model's output, in which what has no gradient is the batch's: known numbers now, others when they are used.
 
-    Numbers with a gradient stay those of this rank's rows, without the shape of a batch; so do logits, with it.
-
-    Raises:
-        ValueError: there is no gradient, and an output does not have something of each of this rank's rows, such as one
-            that a model makes of the first token of a sequence.
+    Numbers with a gradient stay those of this rank's rows, without the shape of a batch; so do logits, with it. What
+    does not have something of each of this rank's rows, such as what a model makes of the first token of a sequence,
+    becomes an `OfNoRows`.
     """
     values = output if isinstance(output, tuple) else list(output.values())
     # Embeddings ask for a gradient even under no_grad where transformers recomputes layers.
     has_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(values))
     as_whole = not (has_gradient and torch.is_grad_enabled())
 
-    def of_rows(x: Any, name: str) -> Any:
-        if not as_whole or not isinstance(x, Tensor) or x.ndim < 2:
+    def of_rows(x: Any, name: str, is_named: bool = True) -> Any:
+        if not isinstance(x, Tensor) or x.ndim < 2:
             return x
-        if name == _POOLED or x.shape[:2] != (1, num_rows):
-            raise ValueError(
-                f"{name}: a rank has {num_rows} rows, of which the model makes {list(x.shape)}, so what it would make "
-                "of the whole batch is not known under context parallelism; do not ask for it (build a model without "
-                "its pooler by add_pooling_layer=False), or use the model on one rank"
-            )
-        return BatchRows.of(x.detach(), shard)
+        is_of_rows = name != _POOLED and x.shape[:2] == (1, num_rows)
+        if as_whole and is_of_rows and (is_named or x.ndim > 2):
+            return BatchRows.of(x.detach(), shard)
+        if not as_whole and (is_of_rows or x.ndim > 2):
+            return x
+        of_what = "is not known under context parallelism; use the model on one rank"
+        if is_of_rows:
+            of_what = "cannot be told from its place in a tuple under context parallelism; give return_dict=True"
+        return OfNoRows(
+            f"{name}: a rank has {num_rows} rows, of which the model makes {list(x.shape)}, so what it would make "
+            f"of the whole batch {of_what}"
+        )
 
     if isinstance(output, tuple):
         others = enumerate(output[has_loss:], has_loss)
-        return (*output[:has_loss], *(tree_map(partial(of_rows, name=f"output {i}"), x) for i, x in others))
+        return (
+            *output[:has_loss],
+            *(tree_map(partial(of_rows, name=f"output {i}", is_named=False), x) for i, x in others),
+        )
     for name, x in list(output.items()):
         if name not in (*NUMBERS, ROUTERS, *_OF_WHOLE):
             output[name] = tree_map(partial(of_rows, name=name), x)

@@ -203,7 +203,7 @@ def of_documents(docs: Documents, mask_type: MaskType) -> AttnMask:
     """`varlen` of documents that are checked already."""
     table = slice_table(*docs, mask_type)
     keep = (docs.q0 < docs.q1) & (docs.k0 < docs.k1)
-    return AttnMask.of_valid(table[keep], docs.total_q, docs.total_k)
+    return AttnMask._of_valid(table[keep], docs.total_q, docs.total_k)
 
 
 def window_slices(docs: Documents, left: int, right: int, num_global: int) -> IntArray:

@@ -247,7 +247,7 @@ class AttnMask:
         self._take(self._table)
 
     @classmethod
-    def of_valid(cls, table: np.ndarray, total_seqlen_q: int, total_seqlen_k: int) -> AttnMask:
+    def _of_valid(cls, table: np.ndarray, total_seqlen_q: int, total_seqlen_k: int) -> AttnMask:
         """As the constructor, of arguments that are known to be valid, which nothing checks.
 
         Args:

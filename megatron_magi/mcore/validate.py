@@ -348,7 +348,7 @@ def _check_later(args: Namespace) -> None:
     """Options of releases that are still to come."""
     check_data_sets(args)
     for name in ("linear_cp_layout", "attention_cp_layout"):
-        if (layout := getattr(args, name, "zigzag")) != "zigzag":
+        if (layout := getattr(args, name, None)) not in (None, "zigzag"):
             raise ValueError(f"{name}: layers would move tokens between layouts, got {layout}; --magi-layout says it")
 
 

@@ -55,7 +55,7 @@ def encoder(kind, config, attn_implementation, **options):
 
 @torch.no_grad()
 def outputs_of_other_names(rank, num_ranks):
-    """Differences to one rank of numbers and vectors of rows, and what is said of those that are of no rows."""
+    """Differences to one rank of numbers and vectors of rows, and what is said where those of no rows are used."""
     tokens, group = padded_batch()["input_ids"], dist.group.WORLD
     kinds = {
         "logits": (ElectraForPreTraining, ElectraConfig, {}),
@@ -67,16 +67,24 @@ def outputs_of_other_names(rank, num_ranks):
         found = context_parallel(encoder(kind, config, "magi", **options), group)(tokens)[name]
         assert found.shape == expected.shape
         differences[name] = (found - expected).abs().max().item()
-    pooled, of_sequences = BertModel, BertForNextSentencePrediction
-    said = {
-        "pooler_output": refusal(context_parallel(encoder(pooled, BertConfig, "magi"), group), tokens),
-        "logits": refusal(context_parallel(encoder(of_sequences, BertConfig, "magi"), group), tokens),
-        "output 1": refusal(context_parallel(encoder(pooled, BertConfig, "magi"), group), tokens, return_dict=False),
-        "hidden_states": refusal(
-            context_parallel(make_model("gemma3n_shared"), group), tokens, output_hidden_states=True
-        ),
-    }
-    return differences, said
+    pooled = context_parallel(encoder(BertModel, BertConfig, "magi"), group)
+    of_sequences = context_parallel(encoder(BertForNextSentencePrediction, BertConfig, "magi"), group)
+    wide = context_parallel(make_model("gemma3n_shared"), group)
+    as_wide_as_long = torch.arange(64).view(2, 32) % VOCABULARY
+    with torch.enable_grad():
+        in_training = pooled(tokens)
+    expected = encoder(BertModel, BertConfig, "eager")(tokens).last_hidden_state
+    differences["beside a pooled output"] = (pooled(tokens).last_hidden_state - expected).abs().max().item()
+    unknown = [
+        ("pooler_output", pooled(tokens).pooler_output),
+        ("pooler_output", in_training.pooler_output),
+        ("logits", of_sequences(tokens).logits),
+        ("output 1", pooled(tokens, return_dict=False)[1]),
+        ("output 1", pooled(as_wide_as_long, return_dict=False)[1]),
+        ("hidden_states", wide(tokens, output_hidden_states=True).hidden_states[-1]),
+    ]
+    uses = (lambda x: x.shape, lambda x: x[0], lambda x: torch.nn.functional.relu(x), lambda x: 2 * x)
+    return differences, [(name, refusal(use, x)) for name, x in unknown for use in uses]
 
 
 def use_in_other_orders(rank, num_ranks):
@@ -106,8 +114,8 @@ def test_without_gradients_hidden_states_are_whole_where_layers_are_recomputed_i
 def test_outputs_of_any_name_are_whole_and_those_that_are_not_of_rows_are_refused():
     for differences, said in run_ranks(outputs_of_other_names, 2, timeout_s=60):
         assert max(differences.values()) < 1e-5, differences
-        for name, message in said.items():
-            assert message.startswith(f"{name}: a rank has 26 rows"), (name, message)
+        for name, message in said:
+            assert message.startswith((f"{name}: a rank has 26 rows", f"{name}: a rank has 32 rows")), (name, message)
 
 
 def test_ranks_that_use_them_in_other_orders_get_a_message():

@@ -219,7 +219,7 @@ def test_options_of_later_versions_are_refused_where_they_would_have_no_effect_o
     monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     args = _parse(monkeypatch)
-    args.linear_cp_layout = args.attention_cp_layout = "zigzag"
+    args.linear_cp_layout, args.attention_cp_layout = "zigzag", None
     args.use_varlen_dataset = False
     validate_arguments(args)
     setattr(args, name, value)
