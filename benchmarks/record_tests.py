@@ -41,7 +41,8 @@ def count(report: str) -> list[tuple[str, int, int, int, float]]:
 
 def run(command: list[str], limit_s: float | None) -> tuple[int, bool]:
     """Status of a command of pytest, and whether it was interrupted at its limit."""
-    process = subprocess.Popen(command)
+    # Jobs in a shell's background, and what they start, ignore interrupts.
+    process = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     try:
         return process.wait(limit_s), False
     except subprocess.TimeoutExpired:
