@@ -14,8 +14,8 @@ struct SparseBackwardParams {
   // permuted: in every 16, those of thread t of a row (2t, 2t + 1, 2t + 8, 2t + 9) are adjacent.
   float *dk_sums, *dv_sums;
   // Or with STORED what each query gives to dV and dK, with the softmax scale, of each key of its list, summed over the
-  // heads of a pack: [packs, rows, list_places, 2, columns]. In every 32 columns those of thread t (8j + 2t, 8j + 2t + 1, j = 0 to 3) are
-  // adjacent.
+  // heads of a pack: [packs, rows, list_places, 2, columns]. In every 32 columns those of thread t (8j + 2t, 8j + 2t +
+  // 1, j = 0 to 3) are adjacent.
   u16* given;
   int k_row, v_row;                                                               // strides, elements
   i64 k_head, v_head, lse_row, lse_head, delta_row, delta_head, dq_row, dq_head;  // strides, elements
