@@ -96,8 +96,7 @@ def distributed_attention(
             not finite, in the backward too.
         RuntimeError: the ranks disagree in what they call or in its options, or another rank has raised an error.
     """
-    more = sink_layout, softmax_scale, softcap, return_max_logits
-    return attend(q, k, v, rank_plan, group, config, sink, *more)
+    return attend(q, k, v, rank_plan, group, config, sink, sink_layout, softmax_scale, softcap, return_max_logits)
 
 
 def attend(
@@ -165,11 +164,11 @@ def _attend_rows(
             check_sinks(sink, sink_layout, q)
             check_options(rank_plan, config, return_max_logits)
             more = group, config, sink_layout, softmax_scale, softcap, return_max_logits
-            with together(q.device) as gathers:
+            with together(q.device):
                 call = _make_call(_template(key, rank_plan, q, k, v, sink, *more), rank_plan)
                 _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
                 _make_room(q, k, v, call, rank_plan)
-                if gathers and call.program is not None:
+                if call.program is not None:
                     call.program.prepare_forward(q, k, v, sink, return_max_logits)
             _keep(known, key, call)
         if call.record.gradient:

@@ -151,19 +151,17 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> Sequence
 
 
 @contextmanager
-def together(device: torch.device) -> Iterator[bool]:
+def together(device: torch.device) -> Iterator[None]:
     """Uploads to ``device`` inside of it, by this thread, are one copy, which is there when it ends; nothing may read
-    them before. Inside of another it is a part of that. Large ones go by themselves at once. Yields whether any wait
-    for that copy.
+    them before. Inside of another it is a part of that. Large ones go by themselves at once.
     """
     if _gathering.block is not None:
-        yield bool(_gathering.block.room)
+        yield
         return
     device = _with_index(device)
-    room = _rooms.get(device, _LEAST_TOGETHER)
-    block = _gathering.block = _Block(device, room)
+    block = _gathering.block = _Block(device, _rooms.get(device, _LEAST_TOGETHER))
     try:
-        yield bool(room)
+        yield
     except BaseException:
         block.later.clear()
         raise
@@ -178,7 +176,7 @@ def together(device: torch.device) -> Iterator[bool]:
 def when_there(do: Callable[[], object]) -> None:
     """Runs ``do`` once what was uploaded is there: now, or when `together` ends. For caches that other threads read."""
     block = _gathering.block
-    if block is None or not block.room:
+    if block is None:
         do()
     else:
         block.later.append(do)
@@ -193,7 +191,7 @@ def made_once[T](key: Hashable, make: Callable[[], T], keep: Callable[[T], objec
         keep: puts it where other threads find it; what it refers to stays until then.
     """
     block = _gathering.block
-    made = {} if block is None or not block.room else block.made
+    made = {} if block is None else block.made
     if key not in made:
         made[key] = found = make()
         when_there(lambda: keep(found))
@@ -226,7 +224,7 @@ class _Block:
         places, end = _places_of(arrays, self._end)
         self.wanted += end - self._end
         is_fake = type(torch.empty(0, device="meta")) is not torch.Tensor  # these lie nowhere
-        if not self.room or end > self.room or is_fake:
+        if end > self.room or is_fake:
             return None
         if not self._memory.numel():
             self._begin()

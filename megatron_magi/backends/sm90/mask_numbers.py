@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -159,7 +159,7 @@ class MaskNumbers:
             tables = {"tiles": plan.tiles, "segments": plan.passes, "bounds": plan.bounds}
             more = plan.fields(busy=self.shape.merges, second=name == "queries", schedule=schedule)
             numbers |= {f"{name}.{of_table}": number for of_table, number in {**tables, **more}.items()}
-        return MaskNumbers(self.shape, self.form, numbers, self.tilings, self.schedule, plans)
+        return replace(self, numbers=numbers, plans=plans)
 
 
 type Prepared = tuple[MaskNumbers | None, MaskNumbers | None]
@@ -363,15 +363,8 @@ def numbers_on_device(
     """
     shape = shape._replace(captured=is_changing(bands))
 
-    plans: dict[Tiling, DevicePlan] = {}
-
+    @functools.cache  # each plan is looked up or made once
     def plan_of(tiling: Tiling) -> DevicePlan:
-        known = plans.get(tiling)  # each plan is looked up or made once
-        if known is None:
-            known = plans[tiling] = find_plan(tiling)
-        return known
-
-    def find_plan(tiling: Tiling) -> DevicePlan:
         if not is_changing(bands):
             return hopper_plan.device_plan(bands, tiling, device)
         made = tilings_of(is_backward, bands.mask.facts, shape)

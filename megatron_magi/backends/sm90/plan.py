@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -113,10 +113,7 @@ class HostPlan:
 
     def without_table(self) -> HostPlan:
         """The plan without its table, which is on a device."""
-        return HostPlan(
-            self.starts, self.costs, _NO_TABLE, self.offsets, self.step, self.heads_inner, self.long_tile, self.packed,
-            self.arriving, self.planner,
-        )  # fmt: skip
+        return replace(self, table=_NO_TABLE)
 
     def schedule(self, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool = False) -> Schedule:
         """Items of the backward in one kernel; see `schedule.make_schedule`."""
