@@ -54,6 +54,22 @@ def num_blocks(tokens: int, block: int) -> int:
     return -(-tokens // block)
 
 
+def sorted_into(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The order of ``numbers``, int of any shape, by their value, and of equal ones as they come; and where each value
+    begins.
+
+    Args:
+        count: values 0 to ``count`` - 1 are looked for; numbers that are not wanted are ``count``.
+
+    Returns:
+        ``(order, starts)``: places in the flat tensor, int64 ``[numbers.numel()]``; int64 ``[count + 1]``: those of
+        value i are ``order[starts[i] : starts[i + 1]]``.
+    """
+    found, order = torch.sort(numbers.flatten(), stable=True)
+    values = torch.arange(count + 1, dtype=numbers.dtype, device=numbers.device)
+    return order, torch.searchsorted(found, values)
+
+
 def block_pattern(blocks: Any, q: Tensor, k: Tensor, q_block: int, k_block: int, causal: bool) -> SparsePattern:
     """Checks the arguments of `block_sparse_attention`.
 

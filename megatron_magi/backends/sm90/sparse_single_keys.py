@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +23,7 @@ from megatron_magi.backends.sm90.sparse_lists import Lists
 from megatron_magi.backends.sm90.support import LOG2_E, grid_size, launch_counter, sm_count
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.cuda.streams import current_stream
-from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
-
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
-"""q, k, v and dout."""
-Grads = tuple[Tensor, Tensor, Tensor]
-"""dq, dk and dv, to be written."""
+from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks, sorted_into
 
 _BLOCKS_OF_SM = 8  # of the kernel that turns lists
 _KEYS_OF_BLOCK = 8  # of the kernel that adds
@@ -72,8 +68,34 @@ def stores(q: Tensor, k: Tensor, width: int) -> bool:
     )
 
 
+class _Call(NamedTuple):
+    """A backward: its tensors, which TMA can load, and gradients to be written; rows and lists of all queries, or some.
+
+    Attributes:
+        lists: of the pattern, all of one length.
+    """
+
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    dq: Tensor
+    k: Tensor
+    v: Tensor
+    dk: Tensor
+    dv: Tensor
+    pattern: SparsePattern
+    lists: Lists
+    softmax_scale: float
+
+    def of_rows(self, first: int, past: int) -> _Call:
+        """That of the queries from ``first`` to ``past``."""
+        rows = {name: getattr(self, name)[first:past] for name in ("q", "dout", "lse", "delta", "dq")}
+        return self._replace(lists=Lists(self.lists.entries[:, first:past]), **rows)
+
+
 def backward(
-    tensors: Tensors,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     lse: Tensor,
     delta: Tensor,
     pattern: SparsePattern,
@@ -86,30 +108,22 @@ def backward(
     ``lists``: of the pattern, all of one length. With ``deterministic`` what queries give to a key is added in the
     order of the queries and their lists.
     """
-    q, k, _, _ = tensors
-    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors[:3])
-    if deterministic or stores(q, k, lists.entries.shape[-1]):
-        _stored(tensors, lse, delta, grads, pattern, lists, softmax_scale, deterministic)
-    else:
-        _added(tensors, lse, delta, grads, pattern, lists, softmax_scale)
-    return grads
-
-
-def _added(
-    tensors: Tensors,
-    lse: Tensor,
-    delta: Tensor,
-    grads: Grads,
-    pattern: SparsePattern,
-    lists: Lists,
-    softmax_scale: float,
-) -> None:
-    """Computes the gradients with sums in memory."""
     q, k, v, dout = tensors
-    dq, dk, dv = grads
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    call = _Call(q, dout, lse, delta, dq, k, v, dk, dv, pattern, lists, softmax_scale)
+    if deterministic or stores(q, k, lists.entries.shape[-1]):
+        _stored(call, deterministic)
+    else:
+        _added(call)
+    return dq, dk, dv
+
+
+def _added(call: _Call) -> None:
+    """Computes the gradients with sums in memory."""
+    k, dk, dv, softmax_scale = call.k, call.dk, call.dv, call.softmax_scale
     num_keys, heads, dim = k.shape
-    sums = torch.zeros((2, heads, num_keys, dim), dtype=torch.float32, device=q.device)
-    _attend((q, dout, lse, delta, dq), k, v, pattern, lists, softmax_scale, sums, None)
+    sums = torch.zeros((2, heads, num_keys, dim), dtype=torch.float32, device=k.device)
+    _attend(call, sums, None)
 
     def make() -> Launch:
         params = params_of("sparse_postprocess")(
@@ -128,49 +142,28 @@ def _added(
         launch.fire(current_stream(k.device))
 
 
-def _stored(
-    tensors: Tensors,
-    lse: Tensor,
-    delta: Tensor,
-    grads: Grads,
-    pattern: SparsePattern,
-    lists: Lists,
-    softmax_scale: float,
-    deterministic: bool,
-) -> None:
+def _stored(call: _Call, deterministic: bool) -> None:
     """Computes the gradients without additions in memory."""
-    q, k, v, dout = tensors
-    dq, dk, dv = grads
+    q, k = call.q, call.k
     num_rows, dim = q.shape[0], q.shape[2]
-    form = _form_of(q, k, lists.entries.shape[-1])
+    form = _form_of(q, k, call.lists.entries.shape[-1])
     given = torch.empty(form.packs * form.rows * form.places * 2 * dim, dtype=q.dtype, device=q.device)
     sums = torch.empty(0 if form.rows == num_rows else 2 * k.numel(), dtype=torch.float32, device=q.device)
     for first in range(0, num_rows, form.rows):
         past = min(num_rows, first + form.rows)
-        some = Lists(lists.entries[:, first:past])
-        rows = tuple(t[first:past] for t in (q, dout, lse, delta, dq))
-        turned = (_sorted_places if deterministic else _places)(some.entries, k.shape[0], form)
-        _attend(rows, k, v, pattern, some, softmax_scale, given, form)
-        _add(given, turned, sums, (dk, dv), pattern, form, past - first, first > 0, past < num_rows)
+        part = call.of_rows(first, past)
+        turned = (_sorted_places if deterministic else _places)(part.lists.entries, k.shape[0], form)
+        _attend(part, given, form)
+        _add(part, given, turned, sums, form, first > 0, past < num_rows)
 
 
-def _attend(
-    rows: tuple[Tensor, ...],
-    k: Tensor,
-    v: Tensor,
-    pattern: SparsePattern,
-    lists: Lists,
-    softmax_scale: float,
-    into: Tensor,
-    form: _Form | None,
-) -> None:
+def _attend(call: _Call, into: Tensor, form: _Form | None) -> None:
     """Writes dq, and what queries give to keys: adds it to sums, or with a form stores it.
 
-    Args:
-        rows: q, dout, lse, delta and dq of some queries.
-        into: sums, ``[2, num_heads_kv, num_keys, head_dim]``; or in 16 bits ``[packs, rows, places, 2, head_dim]``.
+    ``into``: sums, ``[2, num_heads_kv, num_keys, head_dim]``; or in 16 bits ``[packs, rows, places, 2, head_dim]``.
     """
-    q, dout, lse, delta, dq = rows
+    q, k, v, dout, lse, delta, dq = call.q, call.k, call.v, call.dout, call.lse, call.delta, call.dq
+    pattern, lists, softmax_scale = call.pattern, call.lists, call.softmax_scale
     stream = current_stream(q.device)
     # Tiles that share few keys need not start together.
     together = form is None and lists.entries.shape[-1] >= k.shape[0] // 64
@@ -244,25 +237,16 @@ def _sorted_places(entries: Tensor, num_keys: int, form: _Form) -> tuple[Tensor,
     (num_lists, num_rows, width), device = entries.shape, entries.device
     first = num_keys * torch.arange(num_lists, device=device, dtype=torch.int32)
     keys = torch.where((entries >= 0) & (entries < num_keys), entries + first[:, None, None], num_lists * num_keys)
-    keys, order = keys.flatten().sort(stable=True)
-    all_keys = torch.arange(num_lists * num_keys + 1, device=device, dtype=torch.int32)
+    order, starts = sorted_into(keys, num_lists * num_keys)
     order = order.int() % (num_rows * width)
-    return torch.searchsorted(keys, all_keys, out_int32=True), order // width * form.places + order % width
+    return starts.int(), order // width * form.places + order % width
 
 
 def _add(
-    given: Tensor,
-    turned: tuple[Tensor, Tensor],
-    sums: Tensor,
-    grads: tuple[Tensor, Tensor],
-    pattern: SparsePattern,
-    form: _Form,
-    num_rows: int,
-    reads: bool,
-    writes: bool,
+    call: _Call, given: Tensor, turned: tuple[Tensor, Tensor], sums: Tensor, form: _Form, reads: bool, writes: bool
 ) -> None:
-    """Adds what some queries gave to the sums, if it ``reads`` them; ``writes``: into them, else to dk and dv."""
-    dk, dv = grads
+    """Adds what queries gave to the sums, if it ``reads`` them; ``writes``: into them, else to dk and dv."""
+    dk, dv, pattern, num_rows = call.dk, call.dv, call.pattern, len(call.q)
     num_keys, heads, dim = dk.shape
 
     def make() -> Launch:

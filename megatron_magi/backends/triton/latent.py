@@ -16,7 +16,7 @@ from megatron_magi.backends.triton import support
 from megatron_magi.backends.triton.attention import LOG2_E, latent_kernels, readable
 from megatron_magi.backends.triton.tuning import LatentKernel, kind_of, latent_sizes, padded
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
-from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
+from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks, sorted_into
 
 CHUNK_BYTES = 1 << 30
 """Memory for what the backward keeps of the queries that are computed together."""
@@ -169,8 +169,7 @@ def _add_in_order(parts: Tensor, sums: Tensor, pattern: SparsePattern) -> None:
     head = torch.arange(heads_kv, device=sums.device)[:, None]
     named = listed.transpose(0, 1).long()  # as parts, [queries, key heads, topk]
     place = torch.where(named < 0, num_keys * heads_kv, named * heads_kv + head)  # what is no key comes last
-    place, order = torch.sort(place.flatten(), stable=True)
-    bounds = torch.searchsorted(place, torch.arange(num_keys * heads_kv + 1, device=sums.device))
+    order, bounds = sorted_into(place, num_keys * heads_kv)
     latent_kernels().latent_sum_kernel[(num_keys * heads_kv,)](parts, sums, order, bounds, D=dim, PAD=padded(dim))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.triton.attention import sparse_kernels
-from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
+from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks, sorted_into
 
 _MOST_COLUMNS = 1024  # of a mask that a program looks at together
 _INT32 = torch.iinfo(torch.int32)
@@ -78,7 +78,6 @@ def lists_of_queries(pattern: SparsePattern, lists: Lists, num_rows: int, num_ke
         named = lists.entries.expand(number, -1)
     is_named = is_named & (named >= 0) & (named < columns)
     first = torch.arange(number, device=device).view(-1, *[1] * (named.ndim - 1)) * columns
-    key, order = torch.sort(torch.where(is_named, named + first, number * columns).flatten(), stable=True)
-    bounds = torch.searchsorted(key, torch.arange(number * columns + 1, device=device))
+    order, bounds = sorted_into(torch.where(is_named, named + first, number * columns), number * columns)
     spans = torch.stack([bounds[:-1], bounds[1:]], 1).view(number, columns, 2)
     return Lists(row.flatten()[order], spans)

@@ -137,14 +137,18 @@ def test_block_sparse_gradients_match_fp64(shape, k_block, causal):
         check_backward(x, deterministic=True)
 
 
-@pytest.mark.parametrize("topk", [1, 100, 300, 517])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_index_sparse_gradients_match_fp64(shape, topk):
+def check_single_keys(shape: tuple, topk: int) -> None:
     num_rows, num_keys, heads, _ = shape
     for lists in (1, heads[1]):
         x = make_case(index_pattern(lists, num_rows, num_keys, topk, topk), num_rows, num_keys, heads)
         check_backward(x)
         check_backward(x, deterministic=True)
+
+
+@pytest.mark.parametrize("topk", [1, 100, 300, 517])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_index_sparse_gradients_match_fp64(shape, topk):
+    check_single_keys(shape, topk)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -188,11 +192,7 @@ def test_gradients_of_single_keys_that_are_stored_match_fp64(monkeypatch, shape,
     store_always(monkeypatch)
     monkeypatch.setattr(tuning, "GIVEN_BYTES", most_bytes)
     monkeypatch.setattr(tuning, "GIVEN_OVER_SUMS", 0)
-    num_rows, num_keys, heads, _ = shape
-    for lists in (1, heads[1]):
-        x = make_case(index_pattern(lists, num_rows, num_keys, topk, topk), num_rows, num_keys, heads)
-        check_backward(x)
-        check_backward(x, deterministic=True)
+    check_single_keys(shape, topk)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
