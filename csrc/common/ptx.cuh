@@ -114,6 +114,20 @@ DEVICE void prefetch_bytes(const void* global, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
+// Adds four floats to global memory.
+DEVICE void add_global_v4(float* p, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// The same if it `adds`. Predicated: in a branch ptxas would wait for the wgmmas in flight.
+DEVICE void add_global_v4(bool adds, float* p, float a, float b, float c, float d) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %0, 0;\n@adds red.global.add.v4.f32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
+          static_cast<int>(adds)),
+      "l"(p), "f"(a), "f"(b), "f"(c), "f"(d)
+      : "memory");
+}
+
 // Adds floats in shared memory to global memory, and commits; size and addresses are multiples of 16 bytes.
 DEVICE void add_floats(float* global, u32 smem, u32 bytes) {
   asm volatile(

@@ -485,13 +485,6 @@ struct Consumer {
     arrive_staging_full(piece);
   }
 
-  // Adds to sums in device memory. `sums`: this thread's first.
-  static DEVICE void add_global_v4(float* sums, const float* x) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums), "f"(x[0]), "f"(x[1]),
-                 "f"(x[2]), "f"(x[3])
-                 : "memory");
-  }
-
   // Adds transposed dQ: four pieces of 16 columns for every 16 queries.
   DEVICE void add_dq_t(const float (&dq_t)[kDqColumns / 2], int piece) {
     constexpr int kFloats = 16 * 16;  // of such a piece
@@ -499,14 +492,17 @@ struct Consumer {
                   threadIdx.x % kWarpgroupThreads / kWarpThreads * kFloats + 4 * lane;
 #pragma unroll
     for (int i = 0; i < kDqColumns / 8; ++i)
-      add_global_v4(sums + i / 2 * 4 * kFloats + i % 2 * 4 * kWarpThreads, dq_t + 4 * i);
+      add_global_v4(sums + i / 2 * 4 * kFloats + i % 2 * 4 * kWarpThreads, dq_t[4 * i], dq_t[4 * i + 1],
+                    dq_t[4 * i + 2], dq_t[4 * i + 3]);
   }
 
   // Adds accumulators of half the columns, from kFirst on, to sums in device memory. `sums`: this thread's in a piece.
   template <int kFirst, int N>
   DEVICE void add_half(const float (&acc)[N], float* sums) {
 #pragma unroll
-    for (int i = 0; i < kDqColumns / 8; ++i) add_global_v4(sums + 4 * kWarpThreads * i, acc + kFirst + 4 * i);
+    for (int i = 0; i < kDqColumns / 8; ++i)
+      add_global_v4(sums + 4 * kWarpThreads * i, acc[kFirst + 4 * i], acc[kFirst + 4 * i + 1], acc[kFirst + 4 * i + 2],
+                    acc[kFirst + 4 * i + 3]);
   }
 
   // Waits for the other warpgroup's dS of the previous block. It has then also finished reading dS of the block before

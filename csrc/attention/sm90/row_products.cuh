@@ -29,15 +29,6 @@ DEVICE void pack_pairs(u32 (&to)[kPairs], const float (&from)[2 * kPairs]) {
   for (int i = 0; i < kPairs; ++i) to[i] = T::pack(from[2 * i], from[2 * i + 1]);
 }
 
-// Predicated: in a branch ptxas would wait for the wgmmas in flight.
-DEVICE void add_global_v4(bool adds, float* p, float a, float b, float c, float d) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %0, 0;\n@adds red.global.add.v4.f32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
-          static_cast<int>(adds)),
-      "l"(p), "f"(a), "f"(b), "f"(c), "f"(d)
-      : "memory");
-}
-
 // Of 32 columns of accumulators, lanes of two rows exchange half of what they hold, so that eight lanes add 128 bytes
 // of one row: x[0] is of the even one of the two rows, x[1] of the odd one. `own`: this thread's first element of its
 // row.
