@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from benchmarks._lib.providers import Unavailable, import_one
+from benchmarks._lib.providers import Unavailable, backward_of, import_one
 from benchmarks._lib.sparse_cases import LATENT_SCALE, Case
 from megatron_magi.ops.latent_attention import latent_sparse_attention
 
@@ -76,14 +76,11 @@ def tilelang(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, Pass]:
     def attend() -> Tensor:
         return module.SparseMLA.apply(*leaves, case.indices, LATENT_SCALE)[0]
 
-    out = attend()
-    dout = torch.randn_like(out)
-
     def forward() -> Tensor:
         with torch.no_grad():
             return attend()
 
-    return forward, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
+    return forward, backward_of(attend(), leaves)
 
 
 def triton(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, Pass]:
@@ -92,11 +89,7 @@ def triton(case: Case, q: Tensor, kv: Tensor) -> tuple[Pass, Pass]:
     assert case.indices is not None
     options = {"softmax_scale": LATENT_SCALE, "dim_v": case.dims[1], "impl": "triton"}
     out, _ = latent_sparse_attention(*leaves, case.indices, **options)
-    dout = torch.randn_like(out)
-    return (
-        lambda: latent_sparse_attention(q, kv, case.indices, **options)[0],
-        lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0],
-    )
+    return lambda: latent_sparse_attention(q, kv, case.indices, **options)[0], backward_of(out, leaves)
 
 
 LATENT_PEERS = {"triton": triton, "flash_mla": flash_mla, "cudnn_dsa": cudnn_dsa, "tilelang": tilelang}

@@ -7,7 +7,7 @@ One that cannot do a mask, or is not installed, says why.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -363,6 +363,12 @@ def compiled_flex() -> Callable[..., Tensor]:
     torch._dynamo.config.recompile_limit = 1000
     torch._dynamo.config.accumulated_recompile_limit = 1000
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def backward_of(out: Tensor, leaves: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """The backward of an output for a random gradient of it; returns the gradient of the first leaf."""
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
 
 
 def import_one(names: tuple[str, ...]) -> ModuleType:

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from benchmarks._lib.providers import Unavailable, import_one
+from benchmarks._lib.providers import Unavailable, backward_of, import_one
 from benchmarks._lib.sparse_cases import Case
 
 Pass = Callable[[], Tensor]
@@ -36,12 +36,7 @@ def flex(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, Pass]:
     def attend() -> Tensor:
         return _compiled_flex()(*leaves, block_mask=blocks, enable_gqa=gqa)
 
-    out = attend()
-    dout = torch.randn_like(out)
-    return (
-        lambda: attend()[0].transpose(0, 1).detach(),
-        lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0],
-    )
+    return lambda: attend()[0].transpose(0, 1).detach(), backward_of(attend(), leaves)
 
 
 @cache
@@ -102,25 +97,18 @@ def magi(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, Pass]:
             disable_fwd_atomic_reduction=True, ref_block_size=(128, 128), max_seqlen_q=case.blocks[0],
         )[0]  # fmt: skip
 
-    out = attend()
-    dout = torch.randn_like(out)
-
     def forward() -> Tensor:
         with torch.no_grad():
             return attend().unflatten(0, (heads_kv, -1)).transpose(0, 1).flatten(1, 2)
 
-    return forward, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
+    return forward, backward_of(attend(), leaves)
 
 
 def triton(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, Pass]:
     """The kernels in Triton here, by the call that the case makes."""
     leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
     out = case.attend(*leaves, impl="triton")[0]
-    dout = torch.randn_like(out)
-    return (
-        lambda: case.attend(q, k, v, impl="triton")[0],
-        lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0],
-    )
+    return lambda: case.attend(q, k, v, impl="triton")[0], backward_of(out, leaves)
 
 
 PEERS = {"flex": flex, "flashinfer": flashinfer, "magi": magi, "triton": triton}
