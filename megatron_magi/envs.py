@@ -157,6 +157,11 @@ def _reading(variable: Variable, environ: Mapping[str, str]) -> Reading:
     return Reading(variable, text, problem)
 
 
+def _value(reading: Reading) -> Any:
+    """What a reading without a problem says."""
+    return reading.variable.default if reading.text is None else reading.variable.parse(reading.text)
+
+
 def unknown_names(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Names that start with ``MAGI_ATTENTION_`` and are in no table, sorted."""
     environ = os.environ if environ is None else environ
@@ -197,17 +202,19 @@ def _loaded() -> Environment:
     """That of ``os.environ``: read again when a variable has changed, as it is asked for with each key."""
     # Names and values as the process has them, compared as a whole: decoding all names takes 60 us.
     present = getattr(os.environ, "_data", None)
-    if _last and present is not None and present == _last[0]:
-        return _last[1]
+    if present is not None:
+        for read, known in _last:
+            if present == read:
+                return known
     before = None if present is None else dict(present)
     found = load(os.environ)
     if before is not None:
-        _last[:] = before, found
+        _last[:] = [(before, found)]
     return found
 
 
-_last: list[Any] = []
-"""What `_loaded` has read, and what it is."""
+_last: list[tuple[dict, Environment]] = []
+"""What `_loaded` has read last, and what it is."""
 
 
 @cache  # the environment is read in several places, and for each key
@@ -286,7 +293,7 @@ def check_te_attention(environ: Mapping[str, str] | None = None) -> None:
 
 def workspace(environ: Mapping[str, str] | None = None) -> str | None:
     """``workspace`` of `load_build`."""
-    return (os.environ if environ is None else environ).get(WORKSPACE, "").strip() or None
+    return _value(_reading(VARIABLES[WORKSPACE], os.environ if environ is None else environ))
 
 
 def load_build(environ: Mapping[str, str] | None = None) -> BuildSettings:
@@ -301,7 +308,7 @@ def load_build(environ: Mapping[str, str] | None = None) -> BuildSettings:
     problem = next((r.problem for r in found.values() if r.problem), None)
     if problem:
         raise ValueError(problem)
-    value = {n: r.variable.default if r.text is None else r.variable.parse(r.text) for n, r in found.items()}
+    value = {name: _value(reading) for name, reading in found.items()}
     return BuildSettings(
         workspace=value[WORKSPACE],
         verbose=value[VERBOSE],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from megatron_magi.mcore.argv import PACKING_FIELD
+from megatron_magi.mcore.sample_packing import is_asked_for
 from megatron_magi.mcore.versions import found_version, release
 
 _ATTENTION = "*+D"
@@ -173,7 +173,7 @@ def check_linear_layers(args: Namespace) -> None:
             f"({', '.join(letters)}), which take the order of tokens and bounds of documents from outside of the graph"
         )
     has_documents = args.reset_attention_mask or args.sft or args.dataloader_inter_document_masking
-    has_documents = has_documents or getattr(args, PACKING_FIELD, None) is not None
+    has_documents = has_documents or is_asked_for(args)
     if args.context_parallel_size == 1 and not has_documents:
         return  # they run as they do in Megatron
     if "M" in letters:
