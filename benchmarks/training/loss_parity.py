@@ -16,7 +16,7 @@ With `--schedules` instead of these: stock attention on one GPU, and on several 
 of `SCHEDULES`, which differ in collectives and stages. In fp32 attention is always in stages, by the implementation in
 torch; in bf16 the default is one launch. Two levels need four GPUs: a node of one rank is no node.
 
-With `--backends`: stock attention on one GPU, and magi there by each of `BACKENDS`, in the dtypes that it takes.
+With `--backends`: stock attention on one GPU, and magi by each of `BACKENDS`, in the dtypes that it takes.
 
 The trainings of one number of GPUs share a launch. `--sizes` takes some of them and `--judge` makes one table of what
 several calls have measured.
@@ -113,9 +113,9 @@ class Run:
 
 
 def runs_of(size: int, is_largest: bool, schedules: bool = False, backends: bool = False) -> list[Run]:
-    """What is trained on so many GPUs."""
+    """What is trained on so many GPUs; with stock attention, on one only."""
     if backends:
-        names = ["stock", *BACKENDS]
+        names = ["stock", *BACKENDS] if size == 1 else list(BACKENDS)
         return [Run(n, dtype, size) for dtype in ("fp32", "bf16") for n in names if dtype == "bf16" or n in _IN_FP32]
     if schedules:
         ways = [name for name in SCHEDULES if name != "magi_two_levels" or size >= 4]
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--sizes", type=int, nargs="+", help="numbers of GPUs; powers of two up to all if not given")
     parser.add_argument("--schedules", action="store_true", help="compare implementations and schedules instead")
-    parser.add_argument("--backends", action="store_true", help="compare kernels on one GPU instead")
+    parser.add_argument("--backends", action="store_true", help="compare kernels instead")
     parser.add_argument("--judge", type=Path, nargs="+", metavar="DIR", help="only judge the results in these folders")
     parser.add_argument("--timeout", type=float, default=270.0, help="seconds for all of it")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
@@ -263,8 +263,7 @@ def main() -> None:
     if not options.judge:
         if not num_gpus:
             sys.exit("needs a GPU")
-        sizes = (1,) if options.backends else (1, 2, 4, 8)
-        options.sizes = options.sizes or [size for size in sizes if size <= num_gpus]
+        options.sizes = options.sizes or [size for size in (1, 2, 4, 8) if size <= num_gpus]
         # Whole files, long ones too: what a batch of 64k tokens holds is wildly uneven.
         options.data = build_corpus(
             Path("gpu_training_work").resolve(), max_document_bytes=1 << 20, vocab_size=257
