@@ -13,7 +13,7 @@ from megatron_magi import envs
 from megatron_magi.backends.registry import BACKENDS
 from megatron_magi.testing import shared_gpus
 from megatron_magi.testing.spawn import RankError, run_ranks
-from tests import forced
+from tests import forced, hidden_gpus
 from tests.gpu_memory import free_memory
 
 if importlib.util.find_spec("hypothesis"):  # files without such tests run without it
@@ -80,6 +80,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = _why_not(item)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """Around fixtures too, those of modules among them."""
+    if not torch.cuda.is_available() or hidden_gpus.asks_for_gpus(item):
+        return (yield)
+    with hidden_gpus.no_gpus():
+        return (yield)
 
 
 @pytest.hookimpl(trylast=True)  # after fixtures, which may stand in for functions of torch.cuda

@@ -2,7 +2,7 @@
 
 Processes are forked from a server that has imported torch already, so a fresh, isolated set of
 ranks costs tens of milliseconds and nothing needs to be reused from one call to the next. Ranks on
-GPUs are spawned instead: a process in which any import touched CUDA could not be forked from.
+GPUs are spawned instead: a process in which any import touched CUDA could not be forked from. Forked ranks see no GPUs.
 
 Between the caller and the ranks of a call is a supervisor, a subreaper: it imports the module of the function, so that
 forked ranks need not do so one by one, starts the ranks, reports their ends, and when the caller has finished, or died,
@@ -88,7 +88,7 @@ def run_ranks(
         num_ranks: number of processes.
         *args: picklable arguments, the same for all ranks (tensors are copied).
         timeout_s: seconds for the whole call, also the time-out of collectives.
-        backend: ``gloo``, or ``nccl`` with one GPU a rank, which is its current device (`shared_gpus.local_rank`).
+        backend: ``gloo``, on CPUs, or ``nccl`` with one GPU a rank, which is its current device (`shared_gpus.local_rank`).
 
     Returns:
         The picklable results in rank order.
@@ -298,6 +298,7 @@ def _supervise(setup: _Setup, control: connection.Connection, conns: list[connec
             os.environ.update(setup.environment)
         context = multiprocessing.get_context(setup.method)
         if setup.method == "fork":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
             with suppress(Exception):  # each rank raises it again, and reports it
                 _import_source(setup)
         processes = []
