@@ -21,4 +21,4 @@ def test_passes_compile_for_gpus_that_are_not_there(arch):
         [sys.executable, script, str(arch)], env=environment, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert f"compiled 9 passes for {arch}" in done.stdout
+    assert f"compiled 18 passes for {arch}" in done.stdout
