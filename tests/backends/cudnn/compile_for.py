@@ -1,4 +1,4 @@
-"""Compiles the package's kernels for a GPU that is not there: ``compile_for.py ARCH``, in a process of its own.
+"""Compiles the package's kernels for a GPU that is not there: ``compile_for.py ARCH FORM``, in a process of its own.
 
 Run with ``FLEX_ATTENTION_ARCH`` and ``CUTE_DSL_ARCH`` in the environment, which the package reads when it is imported.
 """
@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 DIMS = [(64, 64), (128, 128), (192, 128)]
 
 
-def compile_all(arch: int) -> int:
-    """Plans and both passes of shapes that the backend takes, of a whole and of sequences; how many passes."""
+def compile_all(arch: int, form: str) -> int:
+    """Plans and passes of shapes that the backend takes, of a ``whole`` or of ``sequences``; how many passes."""
     validation.get_device_arch = lambda _index=None: arch  # there is no device to ask
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return sum(compile_passes(dim, dim_v, split) for dim, dim_v in DIMS for split in (False, True))
+        return sum(compile_passes(dim, dim_v, form == "sequences") for dim, dim_v in DIMS)
 
 
 def compile_passes(dim: int, dim_v: int, split: bool) -> int:
@@ -49,4 +49,4 @@ def compile_passes(dim: int, dim_v: int, split: bool) -> int:
 
 
 if __name__ == "__main__":
-    print(f"compiled {compile_all(int(sys.argv[1]))} passes for {sys.argv[1]}")
+    print(f"compiled {compile_all(int(sys.argv[1]), sys.argv[2])} passes for {sys.argv[1]}")
