@@ -47,7 +47,7 @@ def pytest_report_header() -> list[str]:
 def pytest_pyfunc_call():
     try:
         return (yield)
-    except (ValueError, RankError) as error:
+    except (ValueError, RankError, AssertionError) as error:
         if (reason := forced.refusal(error)) is not None:
             pytest.skip(reason)
         raise

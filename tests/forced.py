@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_magi.testing.spawn import RankError
+
 VARIABLE = "MAGI_TEST_IMPL"
 """A variable of the environment, so that processes that tests start know it too."""
 
@@ -52,7 +54,10 @@ for_hopper = pytest.mark.skipif(NAME not in (None, "ffa"), reason=f"about the ke
 
 
 def why_not(item: pytest.Item) -> str | None:
-    """Why no backend computes a test: with GPUs there, ranks that have none are over CPUs."""
+    """Why no backend computes a test: with GPUs there, ranks that have none are over CPUs.
+
+    Such ranks are known by the fixture `ranks`, through which tests of these folders start them all.
+    """
     if DEVICE == "cpu" or not {"ops", "attention"} & set(item.path.relative_to(_HERE).parts):
         return None
     is_over_cpus = "ranks" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("gpu")
@@ -112,8 +117,15 @@ def multiplies_hidden_pairs() -> bool:
     return NAME not in (None, "torch", "reference")
 
 
-def refusal(error: Exception) -> str | None:
-    """What the backend says that it does not take, on all ranks that fail; None of any other error."""
-    texts = _RANK.split(str(error))[1:] or [str(error)] if NAME else []
+def refusal(error: BaseException | None) -> str | None:
+    """What the backend says that it does not take, on all ranks that fail; None of any other error.
+
+    Also where a test says that it expects another error.
+    """
+    if isinstance(error, AssertionError):
+        error = error.__context__  # what `pytest.raises` has found instead
+    if not NAME or not isinstance(error, (ValueError, RankError)):
+        return None
+    texts = _RANK.split(str(error))[1:] or [str(error)]
     said = [[line for line in text.splitlines() if f"impl {NAME!r} " in line and " use '" in line] for text in texts]
     return said[0][0] if said and all(said) else None

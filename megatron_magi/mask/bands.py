@@ -67,12 +67,13 @@ def row_intervals(bands: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
     return lo, hi
 
 
-def shift_keys(bands: IntArray, by: int) -> IntArray:
-    """The bands of the mask after all key indices have grown by ``by``."""
-    out = bands.copy()
-    out[:, [K0, K1]] += by
+def shift_keys(bands: IntArray, by: int | IntArray) -> IntArray:
+    """The bands after all key indices have grown by ``by``, one number for all bands or int64 ``[n]``."""
+    out, by = bands.copy(), np.broadcast_to(by, len(bands))
+    out[:, [K0, K1]] += by[:, None]
     for column, none in ((D_LO, -NO_DIAGONAL), (D_HI, NO_DIAGONAL)):
-        out[bands[:, column] != none, column] += by
+        cut = bands[:, column] != none
+        out[cut, column] += by[cut]
     return out
 
 

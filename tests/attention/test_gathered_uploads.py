@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron_magi import api
 from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.runtime import upload
-from megatron_magi.testing.spawn import run_ranks
 from tests import forced
 
 HEADS, DIM = (4, 2, 2), 8
@@ -80,5 +79,5 @@ def compare(rank: int, num_ranks: int) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_nothing_reads_tables_before_they_are_sent(num_ranks: int) -> None:
-    assert sum(run_ranks(compare, num_ranks, timeout_s=240)) >= len(CONFIGS)  # some ranks have no tables
+def test_nothing_reads_tables_before_they_are_sent(ranks, num_ranks: int) -> None:
+    assert sum(ranks(num_ranks, compare, timeout_s=240)) >= len(CONFIGS)  # some ranks have no tables

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 import megatron_magi.attention.distributed as module
@@ -12,6 +13,7 @@ from megatron_magi.api.runtime import KeyRuntime
 from megatron_magi.attention import distributed_attention
 from megatron_magi.mask import builders
 from megatron_magi.plan import make_plan
+from tests import forced
 
 THREADS = 4
 
@@ -43,6 +45,8 @@ def test_threads_may_keep_calls_of_one_plan(monkeypatch):
     assert len(known) == 2
 
 
+@pytest.mark.skipif(forced.is_interpreted(), reason="Triton's interpreter serves one thread at a time")
+@forced.on_device_of_backend
 def test_threads_that_share_plan_and_templates_get_what_each_asks_for(monkeypatch):
     monkeypatch.setattr(module, "_MOST_CALLS", 2)
     plans = [make_plan(builders.varlen(doc_lengths=[3, 5 + i])).for_rank(0) for i in range(2)]

@@ -34,6 +34,18 @@ def test_areas_count_the_visible_pairs(bands):
     assert bd.areas(bands).tolist() == [int(dense(band).sum()) for band in each(bands)]
 
 
+@given(band_tables(), st.integers(0, 5))
+def test_keys_grow_by_one_number_or_one_for_each_band(bands, by):
+    for amounts in (np.full(len(bands), by), by + np.arange(len(bands))):
+        moved = bd.shift_keys(bands, amounts)
+        for i, band in enumerate(each(bands)):
+            np.testing.assert_array_equal(moved[i : i + 1], bd.shift_keys(band, int(amounts[i])))
+            wide = dense_bands(moved[i : i + 1], SIZE, SIZE + 20)
+            seen = np.zeros_like(wide)
+            seen[:, amounts[i] : amounts[i] + SIZE] = dense(band)
+            np.testing.assert_array_equal(wide, seen)
+
+
 @given(band_tables(), st.lists(st.integers(0, SIZE + 2)))
 def test_intervals_of_rows_are_what_they_see(bands, rows):
     lo, hi = bd.row_intervals(bands, np.array(rows, dtype=np.int64))

@@ -1,6 +1,7 @@
 """Forward and backward by `cudnn.flex_attention`.
 
-Tensors are passed as one sequence, ``[1, num_tokens, num_heads, head_dim]``. The backward takes lse and output over all
+Tensors are passed as one sequence, ``[1, num_tokens, num_heads, head_dim]``, or without the first dimension if the mask
+is planned as several (`sequences`). The backward takes lse and output over all
 keys and sinks, and computes delta from the output, less a gradient of the lse. Where delta is given without the output,
 the output is given as zeros and that gradient as ``-delta``.
 """
@@ -112,8 +113,8 @@ def _run_forward(
     options: AttnOptions,
 ) -> None:
     planned = plans.plan_of(bands, _shape(*qkv, has_backward=False), out.device)
-    q, k, v = (_loadable(t, _ALIGNMENT)[None] for t in qkv)
-    out, lse, plan = out[None], lse[None], planned.plan()
+    plan = planned.plan()
+    q, k, v, out, lse = _shaped(plan, *(_loadable(t, _ALIGNMENT) for t in qkv), out, lse)
     key = "forward", *_layouts(q, k, v, out), max_logits is None, _form(plan)
     kernel = _kernels.get(key)
     if kernel is None:
@@ -135,11 +136,11 @@ def _run_backward(
     alignment: int,
 ) -> None:
     planned = plans.plan_of(bands, _shape(*qkv, has_backward=True), qkv[0].device)
-    q, k, v = (_loadable(t, alignment)[None] for t in qkv)
-    out, dout, lse, of_lse = (None if t is None else t[None] for t in outs)
-    dq, dk, dv = (t[None] for t in grads)
     plan, deterministic = planned.plan(), options.deterministic
+    q, k, v, dq, dk, dv = _shaped(plan, *(_loadable(t, alignment) for t in qkv), *grads)
+    out, dout, lse, of_lse = _shaped(plan, *outs)
     key = "backward", *_layouts(q, k, v, out, dout, dq, dk, dv), of_lse is None, deterministic, _form(plan)
+    key += _sizes(plan, deterministic)
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = support.library().FlexAttentionBwd(
@@ -173,6 +174,17 @@ def _workspace(kernel: Any, device: torch.device) -> Tensor | None:
 def _form(plan: Any) -> object:
     """By what of a mask, beside its shape, kernels are chosen on Blackwell."""
     return getattr(getattr(plan, "_packed_plan", None), "narrow_workset", None)
+
+
+def _sizes(plan: Any, deterministic: bool) -> tuple[int, ...]:
+    """By what of a mask's sequences buffers of a backward have their sizes."""
+    facts = plan.metadata
+    return facts.batch_size, *((facts.max_seqlen_q, facts.max_seqlen_k) if deterministic else ())
+
+
+def _shaped(plan: Any, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors with the dimensions that a plan takes."""
+    return tensors if plans.is_split(plan) else tuple(None if t is None else t[None] for t in tensors)
 
 
 def _layouts(*tensors: Tensor) -> tuple:

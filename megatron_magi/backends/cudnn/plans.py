@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_magi.backends.base import Ready, StageMasks, StageTables, TableUse, refuse_tables_in_graph
 from megatron_magi.backends.cudnn import support
+from megatron_magi.backends.cudnn.sequences import Sequences, local, split
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.row_intervals import row_intervals
 from megatron_magi.operands.frozen import FrozenMemo
@@ -65,6 +66,18 @@ class Shape(NamedTuple):
     dims: tuple[int, int]
     dtype: torch.dtype
     has_backward: bool
+
+
+class Seen(NamedTuple):
+    """What rows of a mask see.
+
+    Attributes:
+        ends: of `row_intervals`, counted from the first key of the sequence.
+        sequences: of the mask; None if it is planned as a whole.
+    """
+
+    ends: np.ndarray
+    sequences: Sequences | None
 
 
 @dataclass(eq=False)
@@ -124,7 +137,7 @@ def plan_of(bands: np.ndarray, shape: Shape, device: torch.device) -> Planned:
         if (found := _prepared.get(key) or _plans.get(key)) is not None:
             return found
     future: Future = Future()
-    future.set_result(_make(row_intervals(bands, shape.num_rows), both, device))
+    future.set_result(_make(_seen(bands, both), both, device))
     found = Planned(future)
     _plans.put(_key(digest, both, device), found, _bytes_of(bands, both))
     return found
@@ -149,22 +162,43 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
+def is_split(plan: Any) -> bool:
+    """Whether a plan is one of sequences, whose tensors have no dimension of the batch."""
+    return plan.metadata.mode == "varlen"
+
+
+def _seen(bands: np.ndarray, shape: Shape) -> Seen:
+    """What the package is told of a mask."""
+    sequences = split(bands, shape.num_rows, shape.num_keys)
+    return Seen(row_intervals(bands if sequences is None else local(bands, sequences), shape.num_rows), sequences)
+
+
 def _like(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors of the shapes of q, k and v, of which a plan reads no element."""
 
     def of(tokens: int, heads: int, dim: int) -> Tensor:
-        return torch.empty(dim, dtype=shape.dtype, device=device).as_strided((1, tokens, heads, dim), (0, 0, 0, 1))
+        return torch.empty(dim, dtype=shape.dtype, device=device).as_strided((tokens, heads, dim), (0, 0, 1))
 
     (num_q, num_kv), (dim, dim_v) = shape.num_heads, shape.dims
     return of(shape.num_rows, num_q, dim), of(shape.num_keys, num_kv, dim), of(shape.num_keys, num_kv, dim_v)
 
 
-def _make(ends: np.ndarray, shape: Shape, device: torch.device) -> tuple[Any, torch.cuda.Event]:
-    """The plan of intervals, int32 ``[n, num_rows]``, and an event that is recorded after it."""
+def _make(seen: Seen, shape: Shape, device: torch.device) -> tuple[Any, torch.cuda.Event]:
+    """The plan of what rows see, and an event that is recorded after it."""
     create = support.library().create_mask_plan
+    parts = [seen.ends, *(seen.sequences[:2] if seen.sequences else ())]
     with building, torch.cuda.device(device), torch.cuda.stream(_stream(device)), torch.no_grad():
-        intervals = torch.from_numpy(ends).pin_memory().to(device, non_blocking=True)[None]
-        plan = create(intervals, *_like(shape, device), build_backward=shape.has_backward)
+        host = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).pin_memory()
+        sent = host.to(device, non_blocking=True).split([part.size for part in parts])
+        ends, like = sent[0].view(1, *seen.ends.shape), _like(shape, device)
+        if seen.sequences is None:
+            plan = create(ends, *(t[None] for t in like), build_backward=shape.has_backward)
+        else:
+            rows, keys = seen.sequences.longest
+            plan = create(
+                ends, *like, cu_seqlens_q=sent[1], cu_seqlens_k=sent[2], max_seqlen_q=rows, max_seqlen_k=keys,
+                build_backward=shape.has_backward,
+            )  # fmt: skip
         return plan, _stream(device).record_event()
 
 
@@ -176,12 +210,12 @@ class MaskTables:
     Attributes:
         facts: of the mask; None if there is no plan.
         shape: of the passes.
-        ends: of `row_intervals`.
+        seen: what rows see.
     """
 
     facts: Facts | None = None
     shape: Shape | None = None
-    ends: np.ndarray | None = None
+    seen: Seen | None = None
 
     @property
     def num_plans(self) -> int:
@@ -198,7 +232,7 @@ class MaskTables:
     ) -> Sequence[object]:
         """Has the plan made; it is found as long as the caller keeps the returned object."""
         del plan_bytes
-        if self.facts is None or self.shape is None or self.ends is None or ready is None:
+        if self.facts is None or self.shape is None or self.seen is None or ready is None:
             return []
         _known.put(bands, self.facts)
         (mark,) = tensors
@@ -206,7 +240,7 @@ class MaskTables:
         key = _key(self.facts.digest, self.shape, device)
         found = _prepared.get(key)
         if found is None:
-            found = Planned(_planner().submit(_make, self.ends, self.shape, device))
+            found = Planned(_planner().submit(_make, self.seen, self.shape, device))
             _prepared[key] = found
         return [found]
 
@@ -224,4 +258,4 @@ def _make_table(bands: np.ndarray, shape: Shape) -> MaskTables:
     facts = facts_of(bands)
     if not facts.sees or support.intervals_of(bands) > support.MOST_INTERVALS:
         return MaskTables()
-    return MaskTables(facts, shape, row_intervals(bands, shape.num_rows))
+    return MaskTables(facts, shape, _seen(bands, shape))

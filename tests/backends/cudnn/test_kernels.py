@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_magi.attention import AttnShape, distributed_attention, prepare_batch
 from megatron_magi.backends.cudnn import passes, plans
+from megatron_magi.backends.cudnn.sequences import split
 from megatron_magi.config import AttendConfig, MagiConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask import bands as bd
@@ -21,6 +23,7 @@ from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.plan import make_plan
 from megatron_magi.runtime.lru import LruCache
+from tests.backends.cudnn.documents import always_split, documents
 from tests.backends.sm90.cases import Inputs, assert_as_good, plain_attention
 from tests.ops.naive import Case, masks, packed_causal
 
@@ -71,10 +74,29 @@ def test_random_masks_match_fp64(dims, dtype, mask, heads, sink, deterministic, 
     check(case, run(case, deterministic=deterministic))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [*DIMS, *TWO_DIMS], ids=str)
+@settings(max_examples=20)
+@given(
+    mask=documents(longest=300),
+    heads=st.sampled_from(HEADS),
+    sink=st.sampled_from([None, "sh", "ssh"]),
+    deterministic=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_random_masks_behind_each_other_match_fp64(dims, dtype, mask, heads, sink, deterministic, seed):
+    heads = (16, 1) if dims in TWO_DIMS else heads
+    case = Case(mask, *heads, *dims, sink=sink, dtype=dtype, device="cuda", seed=seed)
+    with always_split():
+        check(case, run(case, deterministic=deterministic))
+
+
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("group", [1, 4])
-def test_deterministic_gradients_repeat_bitwise(dims, group):
-    case = Case(packed_causal([300, 7, 450, 1200]), 4, group, *dims, sink="sh", dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("lengths", [[300, 7, 450, 1200], [1957]], ids=["sequences", "whole"])
+def test_deterministic_gradients_repeat_bitwise(dims, group, lengths):
+    case = Case(packed_causal(lengths), 4, group, *dims, sink="sh", dtype=torch.bfloat16, device="cuda")
+    assert (split(case.mask.bands, 1957, 1957) is None) == (len(lengths) == 1)
     first = run(case, deterministic=True)
     for _ in range(3):
         again = run(case, deterministic=True)
@@ -88,8 +110,14 @@ def only_keys(bands: np.ndarray, first: int, last: int) -> np.ndarray:
     return bands
 
 
+@pytest.mark.parametrize("form", [nullcontext, always_split])
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64)], ids=str)
-def test_stages_are_merged_by_lse_and_delta_may_be_given_without_the_output(dims):
+def test_stages_are_merged_by_lse_and_delta_may_be_given_without_the_output(dims, form):
+    with form():
+        check_stages(dims)
+
+
+def check_stages(dims):
     case = Case(packed_causal([300, 7, 450]), 2, 4, *dims, sink="sh", dtype=torch.bfloat16, device="cuda")
     parts = [only_keys(case.mask.bands, first, last) for first, last in ((0, 200), (200, 500), (500, 757))]
     out = lse = dq = dk = dv = None
@@ -132,14 +160,15 @@ def test_a_prepared_batch_brings_its_plan_and_takes_it_along(monkeypatch):
         batch.to("cuda")
         rank_plan = batch.plans["mask"]
         index = torch.from_numpy(plan.dispatch.global_index(0)).to("cuda")
-        assert len(plans._prepared) == 1
+        (planned,) = plans._prepared.values()
+        assert plans.is_split(planned.plan()) == (len(lengths) > 1)
         leaves = [t[index].clone().requires_grad_() for t in (q, k, v)]
         out, _ = distributed_attention(*leaves, rank_plan, None, config=config)
         out.square().sum().backward()
         assert not len(plans._plans), "a plan was made in the step"
         expected = slice_attention(*(t.detach() for t in leaves), rank_plan.bands[0], impl="reference")[0]
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
-        del batch, plan, rank_plan, out, leaves
+        del batch, plan, rank_plan, out, leaves, planned
         gc.collect()
         assert not len(plans._prepared)
         plans._plans.drop(lambda _key: True)
@@ -170,7 +199,8 @@ def test_new_masks_compile_nothing(monkeypatch):
     monkeypatch.setattr(cute, "compile", refuse)
     for _ in range(1000):
         step(draw())
-    assert len(passes._kernels) <= 4, "two passes, of two forms of plans"
+    forms = {passes._form(planned.plan()) for _, planned in plans._plans.items()}
+    assert len(passes._kernels) <= len(forms) * (2 * 2 + 9), "two passes of a whole and of up to 9 documents"
 
 
 def test_a_mask_that_is_being_captured_is_refused():

@@ -145,6 +145,6 @@ def test_tables_of_a_batch_hold_the_intervals_of_each_stage():
     made = plans.make_stage_tables(masks, use)
     first, *others = made.tables
     assert len(made.arrays) == first.num_arrays == first.num_plans == 1
-    np.testing.assert_array_equal(first.ends, [[1, 2, 3, 4, 5, 6]])
+    np.testing.assert_array_equal(first.seen.ends, [[1, 2, 3, 4, 5, 6]])
     assert first.shape == plans.Shape(6, 6, (4, 2), DIMS, BF16, True)
     assert all(table.num_plans == table.num_arrays == 0 for table in others), "no plan is needed, or it is refused"
