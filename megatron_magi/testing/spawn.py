@@ -75,7 +75,7 @@ def run_ranks(
     fn: Callable[..., Any],
     num_ranks: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 900.0,
     backend: str = "gloo",
 ) -> list[Any]:
     """Runs ``fn(rank, num_ranks, *args)`` in ``num_ranks`` processes with a default process group.
@@ -183,7 +183,7 @@ class _Ranks:
             self.control.send_bytes(b"end")
         for conn in (self.control, *self.conns):
             conn.close()
-        self.supervisor.join(timeout=60.0)
+        self.supervisor.join(timeout=300.0)
         if self.supervisor.exitcode != 0:
             self.supervisor.kill()
             raise RuntimeError(f"the supervisor of the ranks ended with {self.supervisor.exitcode}: see its output")
