@@ -12,43 +12,9 @@ import torch
 from megatron_magi import envs, profiling
 from megatron_magi.comm import group_collective
 from megatron_magi.ops import slice_passes
+from tests.profiled_steps import steps
 
 NAME = "MAGI_ATTENTION_PROFILE_MODE"
-_STEPS = """
-import torch, torch.distributed as dist
-from megatron_magi import make_plan, profiling
-from megatron_magi.attention import distributed_attention
-from megatron_magi.mask.builders import causal
-from megatron_magi.testing.spawn import run_ranks
-
-def steps(rank, num_tokens, num_steps, heads, head_dim, **options):
-    plan = make_plan(causal(num_tokens), cp_size=2).for_rank(rank)
-    q, k, v = (torch.randn(plan.num_rows, n, head_dim, **options, requires_grad=True) for n in heads)
-    for i in range(1 + num_steps):
-        if i == 1:
-            profiling.reset()
-        distributed_attention(q, k, v, plan, dist.group.WORLD)[0].sum().backward()
-    return [tuple(row) for row in profiling.rows()], plan.area
-"""
-"""Forwards and backwards of a rank, the first of which is not recorded: the recorded rows, and the rank's area."""
-_RANKS = (
-    _STEPS
-    + """
-def run(rank, num_ranks):
-    return steps(rank, 64, 2, (2, 2, 2), 8)
-
-if __name__ == "__main__":
-    (rows, area), _ = run_ranks(run, 2)
-    found = {(kind, name): (calls, ms, tflops, share) for kind, name, calls, ms, tflops, _, share in rows}
-    assert found["pass", "attention forward"][0] == found["pass", "attention backward"][0] == 4, rows
-    assert found["collective", "group_cast"][0] == found["wait", "group_cast"][0], rows
-    assert found["wait", "group_reduce"][0] == 2, rows
-    calls, ms, tflops, share = found["pass", "attention forward"]
-    assert abs(tflops * ms * 1e9 - 2 * 4 * area * 2 * 8) < 1, (rows, area)
-    assert all(0 < share <= 1 for *_, share in found.values()), rows
-    print("as expected")
-"""
-)
 _ALONE = """
 import torch
 from megatron_magi.mask.builders import causal
@@ -75,11 +41,13 @@ assert 0.2 < forward.share + backward.share <= 1
 print(profiling.summary())
 """
 
-_ONE_LAUNCH = (
-    _STEPS
-    + """
+_ONE_LAUNCH = """
+import torch
+from megatron_magi.testing.spawn import run_ranks
+from tests.profiled_steps import steps
+
 def run(rank, num_ranks):
-    return steps(rank, 8192, 3, (8, 2, 2), 128, device="cuda", dtype=torch.bfloat16)
+    return steps(rank, num_ranks, 8192, 3, (8, 2, 2), 128, device="cuda", dtype=torch.bfloat16)
 
 if __name__ == "__main__":
     for rows, area in run_ranks(run, 2, backend="nccl"):
@@ -91,7 +59,6 @@ if __name__ == "__main__":
         assert found["kernel", "magi_get_rows"][0] == 6 and ("collective", "group_cast") not in found, rows
     print("as expected")
 """
-)
 
 
 def run(text: str, tmp_path) -> str:
@@ -111,8 +78,15 @@ def test_nothing_is_wrapped_when_it_is_off():
     assert profiling.profiled_kernel("name", kernel, torch.device("cuda", 0), lambda config: None) is kernel
 
 
-def test_passes_and_collectives_of_two_ranks_are_counted_and_timed(tmp_path):
-    assert run(_RANKS, tmp_path).endswith("as expected\n")
+def test_passes_and_collectives_of_two_ranks_are_counted_and_timed(ranks):
+    (rows, area), _ = ranks(2, steps, 64, 2, (2, 2, 2), 8)
+    found = {(kind, name): (calls, ms, tflops, share) for kind, name, calls, ms, tflops, _, share in rows}
+    assert found["pass", "attention forward"][0] == found["pass", "attention backward"][0] == 4, rows
+    assert found["collective", "group_cast"][0] == found["wait", "group_cast"][0], rows
+    assert found["wait", "group_reduce"][0] == 2, rows
+    _, ms, tflops, _ = found["pass", "attention forward"]
+    assert abs(tflops * ms * 1e9 - 2 * 4 * area * 2 * 8) < 1, (rows, area)
+    assert all(0 < share <= 1 for *_, share in found.values()), rows
 
 
 def test_the_process_says_at_its_end_what_it_has_recorded(tmp_path):

@@ -80,7 +80,7 @@ def launch(
     script: str = PRETRAIN_GPT,
     env: Mapping[str, str] | None = None,
     before: str = "",
-    timeout_s: float = 120.0,
+    timeout_s: float = 900.0,
     grace_s: float = GRACE_S,
     workdir: str | Path | None = None,
 ) -> RunResult:
@@ -174,7 +174,7 @@ def tiny_gpt_args(
         "--eval-interval": 1000,
         "--num-workers": 0,
         "--logging-level": 40,
-        "--distributed-timeout-minutes": 2,
+        "--distributed-timeout-minutes": 15,
         "--context-parallel-size": context_parallel_size,
     }
     flags = ["--group-query-attention", "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"]
@@ -265,7 +265,7 @@ class Zygote:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        self._process.wait(timeout=40)
+        self._process.wait(timeout=300)
         self._process.stdout.close()
         self._errors.close()
 

@@ -12,6 +12,7 @@ A second subreaper above it, which does nothing else, does the same if this one 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import gc
@@ -32,6 +33,7 @@ Ranks = tuple[list[int], list[Callable[[], int | None]]]
 """Per rank, its process, and a function that gives its exit status once there is one."""
 
 PRELOAD = (
+    "numpy.ma",
     "torch._dynamo.utils",  # torch's optimizers import it at their first step
     "torch.distributed.checkpoint",
     "megatron.training",
@@ -39,7 +41,9 @@ PRELOAD = (
     "megatron.training.checkpointing",
     "megatron.core.models.mimo",
     "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.helpers",
     "megatron.core.datasets.helpers_cpp",
+    "megatron_magi.mcore.entry",
     "megatron_magi.mcore.forward_step",
     "megatron_magi.mcore.loss_log",
     "megatron_magi.mcore.model",
@@ -91,7 +95,7 @@ def _import_megatron() -> None:
 
 
 def _keep_sources() -> None:
-    """Has ranks find the sources that Megatron's parser and the seams' check read, instead of cutting them out anew.
+    """Has ranks find the sources that Megatron's parser and the seams' check read, cut out and parsed.
 
     Of each option Megatron looks up the text in its class's source, each time that it makes a parser.
     """
@@ -100,6 +104,7 @@ def _keep_sources() -> None:
     from megatron_magi.mcore import seams
 
     inspect.getsource = functools.cache(inspect.getsource)
+    ast.parse = functools.cache(ast.parse)
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     with contextlib.suppress(ValueError):  # ranks say what is not as expected
         seams.check(on_cpu=True)

@@ -123,7 +123,7 @@ def test_threads_that_ask_for_tables_of_stages_at_once_find_the_same(monkeypatch
     config = MagiConfig(attend=AttendConfig(impl="ffa"), comm=CommConfig("native", verify=False))
     batch = prepare_batch({0: make_plan(MASKS["causal"], config, 2).for_rank(0)}, SHAPE, config)
     batch.to(CPU)
-    found, keep, both = {}, MaskTables.keep, threading.Barrier(2, timeout=60)
+    found, keep, both = {}, MaskTables.keep, threading.Barrier(2, timeout=900)
 
     def note(self, bands, tensors, *rest):
         both.wait()

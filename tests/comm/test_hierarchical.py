@@ -326,7 +326,7 @@ def move_everything(rank, num_ranks, per_node):
 @pytest.fixture(scope="module", params=SHAPES)
 def found(request):
     num_nodes, per_node = request.param
-    return run_ranks(move_everything, num_nodes * per_node, per_node, timeout_s=240)
+    return run_ranks(move_everything, num_nodes * per_node, per_node)
 
 
 def test_casts_in_two_levels_bring_the_same_bits(found):

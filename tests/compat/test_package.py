@@ -12,16 +12,16 @@ import megatron_magi
 from megatron_magi import api, extensions
 from megatron_magi.compat.package import WHY_MISSING, why_missing
 from megatron_magi.compat.package_names import MODULES
+from megatron_magi.testing.spawn import RankError, run_ranks
+from tests.compat.execute import execute
 from tests.compat.reference_names import EXTENSIONS, NAMES
 
 ROOT = Path(megatron_magi.__file__).parents[1]
 
 
-def run(script, *paths, check=True):
-    """A script in a process of its own, which has imported nothing; with ``paths`` before all others."""
-    lines = [f"import sys; sys.path[:0] = {[str(path) for path in (*paths, ROOT)]!r}", textwrap.dedent(script)]
-    command = [sys.executable, "-c", "\n".join(lines)]
-    return subprocess.run(command, capture_output=True, text=True, check=check, cwd="/")
+def run(script, *paths):
+    """A script in a process of its own, which has imported the API alone; with ``paths`` before all others."""
+    run_ranks(execute, 1, f"sys.path[:0] = {[str(path) for path in (*paths, ROOT)]!r}\n{textwrap.dedent(script)}")
 
 
 EVERY_NAME = textwrap.dedent("""
@@ -83,15 +83,15 @@ def test_what_megatron_lite_and_nemo_automodel_import():
 
 @pytest.mark.parametrize("module", ["magi_attention.functional.nothing", "magi_attention.comm.primitive._all2all_v"])
 def test_a_module_that_is_not_public_is_refused_by_name(module):
-    result = run(f"import megatron_magi; megatron_magi.as_magi_attention()\nimport {module}", check=False)
-    assert f"ModuleNotFoundError: {module} is no public module of MagiAttention 1.1.1" in result.stderr
+    with pytest.raises(RankError, match=f"ModuleNotFoundError: {module} is no public module of MagiAttention 1.1.1"):
+        run(f"import megatron_magi; megatron_magi.as_magi_attention()\nimport {module}")
 
 
 def test_a_package_that_is_imported_already_is_not_replaced(tmp_path):
     (tmp_path / "magi_attention.py").touch()
     script = "import magi_attention, megatron_magi; megatron_magi.as_magi_attention()"
-    result = run(script, tmp_path, check=False)
-    assert "ImportError: another magi_attention has been imported already, from " in result.stderr
+    with pytest.raises(RankError, match="ImportError: another magi_attention has been imported already, from "):
+        run(script, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +124,8 @@ def test_the_alias_distribution_is_refused_beside_the_real_one(installed, tmp_pa
     real = tmp_path / f"{package}-1.1.1.dist-info"
     real.mkdir()
     (real / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.1.1\n")
-    result = run(
-        f"import {package}.api" if package == "magi_attention" else f"import {package}",
-        installed,
-        tmp_path,
-        check=False,
-    )
-    assert f"ImportError: {package} and megatron-magi-as-magi-attention are both installed" in result.stderr
+    script = f"import {package}.api" if package == "magi_attention" else f"import {package}"
+    with pytest.raises(
+        RankError, match=f"ImportError: {package} and megatron-magi-as-magi-attention are both installed"
+    ):
+        run(script, installed, tmp_path)

@@ -67,7 +67,7 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     nothing.write_text("num-workers: 2\n")
     runs["documented"] = [8, ["--config", str(nothing), *documented_command(), "--padded-vocab-size", "32000"]]
     command = [sys.executable, "-m", "tests.configs.fake_world", json.dumps(list(runs.values()))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(runs, json.loads(done.stdout.splitlines()[-1]), strict=True))
 

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e import parity
-from tests.e2e.parity import Runs, write_corpus
+from tests.e2e.parity import Runs
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Stock runs are made once, on first use."""
-    folder = tmp_path_factory.mktemp("megatron")
-    return Runs(write_corpus(folder), folder)
+    return Runs(tmp_path_factory, tmp_path_factory.mktemp("megatron"))
 
 
 @pytest.fixture(autouse=True)

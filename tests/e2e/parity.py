@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from megatron_magi.testing.megatron_launch import PRETRAIN_GPT, RunResult, launch, tiny_gpt_args
+from tests.once import once
 
 NUM_ITERATIONS = 10
 WEIGHTS = ("--init-method-std", "0.1")
@@ -44,32 +48,39 @@ class Case:
     same_weights: bool = False
 
     @property
-    def reference_key(self) -> tuple:
-        """What the stock run depends on."""
-        return self.model, self.without, self.before, self.before_stock, self.script, self.same_weights
+    def reference_name(self) -> str:
+        """Of what the stock run depends on."""
+        key = self.model, self.without, self.before, self.before_stock, self.script, self.same_weights
+        return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 
 @dataclass
 class Runs:
-    """Runs trainings on one corpus and keeps the stock ones."""
+    """Runs trainings on one corpus; stock ones, and weights, once a run of the tests (`tests.once`)."""
 
-    corpus: Path
+    factory: pytest.TempPathFactory
     folder: Path
-    _stock: dict[tuple, RunResult] = field(default_factory=dict)
+    corpus: Path = field(init=False)
     _num_launches: int = 0
+
+    def __post_init__(self) -> None:
+        self.corpus = once(self.factory, "corpus", write_corpus)
 
     def stock(self, case: Case) -> RunResult:
         """Megatron's own attention on one rank."""
-        if case.reference_key not in self._stock:
-            before = case.before or case.before_stock
+
+        def train(folder: Path) -> RunResult:
             args = self._args(case, 1, [*case.model, *self._weights(case)])
-            self._stock[case.reference_key] = self._launch(args, 1, before, case.script)
-        return self._stock[case.reference_key]
+            return launch(args, before=case.before or case.before_stock, script=case.script, workdir=folder)
+
+        return once(self.factory, f"stock_{case.reference_name}", train)
 
     def magi(self, case: Case, *extra: str) -> RunResult:
         """The same training as ``case`` says."""
-        args = [*case.model, *case.parallel, *self._weights(case), *extra]
-        return self._launch(self._args(case, case.cp_size, args), case.num_ranks, case.before, case.script)
+        args = self._args(case, case.cp_size, [*case.model, *case.parallel, *self._weights(case), *extra])
+        self._num_launches += 1
+        folder = self.folder / f"run{self._num_launches}"
+        return launch(args, case.num_ranks, before=case.before, script=case.script, workdir=folder)
 
     def _args(self, case: Case, cp_size: int, extra: list[str]) -> list[str]:
         args = tiny_gpt_args(self.corpus, *WEIGHTS, *extra, train_iters=NUM_ITERATIONS, context_parallel_size=cp_size)
@@ -78,15 +89,15 @@ class Runs:
     def _weights(self, case: Case) -> list[str]:
         if not case.same_weights:
             return []
-        path = self.folder / f"weights_{abs(hash(case.reference_key)):x}"
-        if not path.exists():
-            save = ["--save", str(path), "--save-interval", "1", "--no-save-optim", "--train-iters", "1"]
-            self._launch(self._args(case, 1, [*case.model, *save]), 1, case.before or case.before_stock, case.script)
-        return ["--load", str(path), "--finetune"]
 
-    def _launch(self, args: list[str], num_ranks: int, before: str, script: str) -> RunResult:
-        self._num_launches += 1
-        return launch(args, num_ranks, before=before, script=script, workdir=self.folder / f"run{self._num_launches}")
+        def save(folder: Path) -> Path:
+            weights = folder / "weights"
+            saving = ["--save", str(weights), "--save-interval", "1", "--no-save-optim", "--train-iters", "1"]
+            args = self._args(case, 1, [*case.model, *saving])
+            launch(args, before=case.before or case.before_stock, script=case.script, workdir=folder)
+            return weights
+
+        return ["--load", str(once(self.factory, f"weights_{case.reference_name}", save)), "--finetune"]
 
 
 def write_corpus(folder: Path, num_tokens: int = 40_000) -> Path:

@@ -22,7 +22,7 @@ def _train(
     runs: Runs, *args: str, iterations: int = 4, before: str = "count_planning", grace_s: float = 0.5
 ) -> RunResult:
     line = tiny_gpt_args(runs.corpus, *args, train_iters=iterations, context_parallel_size=2)
-    return launch(line, 2, before=before and f"tests.e2e.hooks:{before}", timeout_s=60, grace_s=grace_s)
+    return launch(line, 2, before=before and f"tests.e2e.hooks:{before}", grace_s=grace_s)
 
 
 def _planned(run: RunResult, rank: int) -> list[dict[str, int]]:
@@ -45,7 +45,7 @@ def test_batches_of_workers_train_bit_by_bit_as_those_planned_in_the_step_which_
 
 def test_boundaries_that_a_worker_cannot_plan_end_all_ranks_in_their_step(runs: Runs) -> None:
     with pytest.raises(LaunchError) as error:
-        _train(runs, *WORKERS, before="bad_boundaries", grace_s=30)
+        _train(runs, *WORKERS, before="bad_boundaries", grace_s=300)
     assert sorted(error.value.failed) == [0, 1]
     for output in error.value.outputs:
         assert "cu_seqlens: the bounds of sequence 0 must rise" in output

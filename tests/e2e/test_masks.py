@@ -69,7 +69,7 @@ def test_tree_of_eight_samples_trains_as_the_samples_by_themselves(tmp_path: Pat
 def test_mask_that_fails_on_one_rank_ends_all_with_its_message(runs: Runs) -> None:
     mask = ("--magi-mask", f"{MASKS}:fails_on_the_last_rank")
     with pytest.raises(LaunchError) as error:
-        launch(tiny_gpt_args(runs.corpus, *mask, context_parallel_size=2), 2, timeout_s=60, grace_s=30)
+        launch(tiny_gpt_args(runs.corpus, *mask, context_parallel_size=2), 2, grace_s=300)
     assert sorted(error.value.failed) == [0, 1]
     for output in error.value.outputs:
         assert re.search(r"Error: magi_mask: '.*:fails_on_the_last_rank' raised KeyError: 'frames'", output)

@@ -136,8 +136,8 @@ def hybrid_step(rank: int, num_ranks: int) -> tuple[list[torch.Tensor], list[int
 
 
 def test_megatrons_hybrid_context_parallelism_has_the_gradients_of_one_rank() -> None:
-    (expected,) = run_ranks(whole_documents, 1, timeout_s=120.0)
-    found = run_ranks(hybrid_step, 4, timeout_s=120.0)
+    (expected,) = run_ranks(whole_documents, 1)
+    found = run_ranks(hybrid_step, 4)
     assert {1, 2, 4} <= {size for _, sizes in found for size in sizes}
     for gradients, _ in found:
         for one, other in zip(gradients, expected, strict=True):
@@ -145,15 +145,15 @@ def test_megatrons_hybrid_context_parallelism_has_the_gradients_of_one_rank() ->
 
 
 def test_a_stock_gpt_trains_on_zigzag_batches_as_on_one_rank() -> None:
-    (stock,) = run_ranks(losses, 1, True, timeout_s=120.0)
-    for found in run_ranks(losses, 2, False, timeout_s=120.0):
+    (stock,) = run_ranks(losses, 1, True)
+    for found in run_ranks(losses, 2, False):
         assert found == pytest.approx(stock, rel=2e-5)
     assert stock[-1] != pytest.approx(stock[0], rel=1e-3)
 
 
 def test_packed_documents_with_padding_between_them_are_those_of_one_rank() -> None:
-    ((stock, expected),) = run_ranks(packed_step, 1, True, timeout_s=120.0)
-    for found, gradients in run_ranks(packed_step, 2, False, timeout_s=120.0):
+    ((stock, expected),) = run_ranks(packed_step, 1, True)
+    for found, gradients in run_ranks(packed_step, 2, False):
         assert found == pytest.approx(stock, rel=2e-6)
         for one, other in zip(gradients, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

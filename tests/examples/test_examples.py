@@ -66,9 +66,9 @@ def torch_native_on_one_rank(_rank, _num_ranks):
 
 
 def test_torch_native_trains_and_goes_on_from_its_checkpoint(tmp_path):
-    results = run_ranks(torch_native, 2, str(tmp_path), timeout_s=120.0)
+    results = run_ranks(torch_native, 2, str(tmp_path))
     assert results[0] == results[1]
-    (one_rank,) = run_ranks(torch_native_on_one_rank, 1, timeout_s=120.0)
+    (one_rank,) = run_ranks(torch_native_on_one_rank, 1)
     for name, losses in one_rank.items():
         assert results[0][name] == pytest.approx(losses, abs=1e-4), name
     assert results[0]["resumed"] == pytest.approx(results[0]["adamw"][2:], abs=1e-5)
@@ -114,7 +114,7 @@ def interrupted_saves(rank, _num_ranks, folder):
 
 
 def test_torch_native_goes_on_from_the_last_whole_checkpoint(tmp_path):
-    steps, anew, resumed, again, nothing, saved = run_ranks(interrupted_saves, 2, str(tmp_path), timeout_s=120.0)[0]
+    steps, anew, resumed, again, nothing, saved = run_ranks(interrupted_saves, 2, str(tmp_path))[0]
     assert steps == [0, 2, 4, 3]
     names = [f"{tmp_path}/step_{n:08d}" for n in range(6)]
     interrupted = "is not whole: its save was interrupted"
@@ -170,6 +170,6 @@ def transformers(_rank, num_ranks, folder):
 def test_transformers_trains(tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
-    losses, other = run_ranks(transformers, 2, str(tmp_path), timeout_s=120.0)
-    assert losses == other == pytest.approx(run_ranks(transformers, 1, str(tmp_path), timeout_s=120.0)[0], abs=1e-4)
+    losses, other = run_ranks(transformers, 2, str(tmp_path))
+    assert losses == other == pytest.approx(run_ranks(transformers, 1, str(tmp_path))[0], abs=1e-4)
     assert len(losses) == 3 and losses[-1] < losses[0]

@@ -199,7 +199,7 @@ def with_megatron(_rank, num_ranks):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks stand for GPUs by their CPUs, which real ones forbid")
 def test_the_megatron_engine_computes_shared_prompts_once_and_each_rank_its_part():
-    ((expected, expected_gradients),) = run_ranks(stock_megatron, 1, timeout_s=120.0)
-    for losses, own in run_ranks(with_megatron, 2, timeout_s=120.0):
+    ((expected, expected_gradients),) = run_ranks(stock_megatron, 1)
+    for losses, own in run_ranks(with_megatron, 2):
         assert losses == pytest.approx(expected, abs=1e-4)
         assert difference(own, expected_gradients) < 1e-5

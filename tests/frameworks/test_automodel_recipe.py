@@ -156,13 +156,13 @@ def log_probs(_rank, num_ranks, name):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
 def test_log_probabilities_are_gathered_in_the_callers_order(name):
-    assert max(max(differences) for differences in run_ranks(log_probs, 2, name, timeout_s=60)) < 1e-5
+    assert max(max(differences) for differences in run_ranks(log_probs, 2, name)) < 1e-5
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("automodel"))
-    return run_ranks(on_ranks, 2, folder, timeout_s=200.0), run_ranks(on_ranks, 1, folder, timeout_s=200.0)[0]
+    return run_ranks(on_ranks, 2, folder), run_ranks(on_ranks, 1, folder)[0]
 
 
 @pytest.mark.ranks(2)

@@ -88,7 +88,7 @@ def layers_of(config):
 
 @pytest.mark.ranks(1)
 def test_the_lines_of_the_page_make_configurations_of_it():
-    ((kinds, cp_size, seqlen),) = run_ranks(lines_of_the_page, 1, timeout_s=120)
+    ((kinds, cp_size, seqlen),) = run_ranks(lines_of_the_page, 1)
     assert kinds == [("MagiTrainer.Config", {"FlexAttention.Config"})] * 2
     assert (cp_size, seqlen) == (8, 131072)
 
@@ -166,7 +166,7 @@ def on_ranks(rank, num_ranks, folder):
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torchtitan")
     save_data(folder)
-    return {n: run_ranks(on_ranks, n, str(folder), timeout_s=200) for n in (1, 2)}
+    return {n: run_ranks(on_ranks, n, str(folder)) for n in (1, 2)}
 
 
 @pytest.mark.ranks(2)

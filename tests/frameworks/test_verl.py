@@ -134,7 +134,7 @@ def on_ranks(_rank, num_ranks, folder):
 def results(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("verl"))
     make_model("llama", "eager").save_pretrained(folder)
-    return run_ranks(on_ranks, 1, folder, timeout_s=120)[0], run_ranks(on_ranks, 2, folder, timeout_s=120)
+    return run_ranks(on_ranks, 1, folder)[0], run_ranks(on_ranks, 2, folder)
 
 
 def check(got, expected):

@@ -93,13 +93,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    return run_ranks(of_fsdp, 1, folder, timeout_s=120)[0]
+    return run_ranks(of_fsdp, 1, folder)[0]
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_actor_update_over_trees_is_that_of_padded_rows_and_computes_prompts_once(num_ranks, folder, expected):
-    results = run_ranks(on_ranks, num_ranks, folder, timeout_s=120)
+    results = run_ranks(on_ranks, num_ranks, folder)
     assert sum(torch.tensor(result[4]) for result in results).tolist() == [23, 23] or num_ranks > 1
     for result in results:
         check(result, expected)

@@ -60,7 +60,7 @@ def documents():
 def on_two_ranks_and_one(on_ranks, train, folder):
     """Results of ``on_ranks(rank, 2, folder)``, and of ``train(folder, 1)`` in this process."""
     try:
-        return run_ranks(on_ranks, 2, folder, timeout_s=120.0), train(folder, 1)
+        return run_ranks(on_ranks, 2, folder), train(folder, 1)
     finally:
         fresh_state()
 

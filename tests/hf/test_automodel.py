@@ -323,7 +323,7 @@ def check_labels_of_padding(mesh):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_ranks(on_two_ranks, 2, timeout_s=120.0)
+    return run_ranks(on_two_ranks, 2)
 
 
 @pytest.mark.ranks(2)

@@ -403,7 +403,7 @@ def on_two_ranks(_rank, num_ranks):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_ranks(on_two_ranks, 2, timeout_s=180.0)
+    return run_ranks(on_two_ranks, 2)
 
 
 @pytest.mark.parametrize("name, kind", CASES)

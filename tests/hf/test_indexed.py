@@ -59,7 +59,7 @@ def compare(rank, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_losses_and_gradients_are_those_of_eager_attention(num_ranks):
-    found = run_ranks(compare, num_ranks, timeout_s=120.0)[0]
+    found = run_ranks(compare, num_ranks)[0]
     assert len(found) == len(CONFIGS) * len(BATCHES)
     for case, differences in found.items():
         for name, difference in differences.items():

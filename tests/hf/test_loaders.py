@@ -126,7 +126,7 @@ def results(tmp_path_factory):
         one_rank = {"streams": streams(f"{folder}/one", 1), "drawn": drawn(f"{folder}/one", 1)}
     finally:
         fresh_state()
-    return run_ranks(on_two_ranks, 2, folder, timeout_s=180.0), one_rank
+    return run_ranks(on_two_ranks, 2, folder), one_rank
 
 
 @pytest.mark.parametrize("kind", ["trained", "dispatched", "split", "read by all", "resumed", "evaluated"])
@@ -192,7 +192,7 @@ class NumberStream(torch.utils.data.IterableDataset):
 
 @pytest.mark.ranks(4)
 def test_beside_data_parallelism_batches_are_those_of_data_parallel_ranks():
-    found = run_ranks(batches_of_four_ranks, 4, timeout_s=60.0)
+    found = run_ranks(batches_of_four_ranks, 4)
     assert found[0] == found[1] and found[2] == found[3]
     for index, (read, rest, gathered, seed, balanced) in enumerate(found[::2]):
         # 14 samples in batches of 3 for two: the last ones are completed by the first.

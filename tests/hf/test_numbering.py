@@ -94,7 +94,7 @@ REFUSALS = (
 
 @pytest.mark.ranks(2)
 def test_two_ranks_compute_what_one_does_or_refuse_a_model_of_any_type():
-    found = run_ranks(walk, 2, timeout_s=600.0)[0]
+    found = run_ranks(walk, 2)[0]
     assert not [model_type for model_type, outcomes in found.items() if outcomes is None]
     for model_type, outcomes in found.items():
         for one in outcomes:

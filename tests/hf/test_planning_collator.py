@@ -94,7 +94,7 @@ def on_two_ranks(_rank, _num_ranks, folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_ranks(on_two_ranks, 2, str(tmp_path_factory.mktemp("planned")), timeout_s=180.0)
+    return run_ranks(on_two_ranks, 2, str(tmp_path_factory.mktemp("planned")))
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])

@@ -94,7 +94,7 @@ def on_three_ranks(rank, num_ranks):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_ranks(on_three_ranks, 3, timeout_s=120.0)
+    return run_ranks(on_three_ranks, 3)
 
 
 @pytest.mark.ranks(3)

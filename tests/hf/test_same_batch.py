@@ -132,7 +132,7 @@ def on_two_ranks(rank, _num_ranks):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_ranks(on_two_ranks, 2, timeout_s=120.0)
+    return run_ranks(on_two_ranks, 2)
 
 
 DIFFERENT = [("models", name, name) for name in ("input_ids", "position_ids", "labels", "shift_labels")]

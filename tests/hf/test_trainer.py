@@ -225,7 +225,7 @@ def results(tmp_path_factory):
         one_rank["predicted"] = predict(folder, 1)
     finally:
         fresh_state()
-    return run_ranks(on_two_ranks, 2, folder, timeout_s=120.0), one_rank
+    return run_ranks(on_two_ranks, 2, folder), one_rank
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -251,7 +251,7 @@ def test_a_loop_of_accelerate_on_two_ranks_trains_as_on_one(results, wrapper):
 def test_learning_rates_go_on_by_batches_and_not_by_ranks(num_ranks, cp_size):
     steps = num_ranks // cp_size  # of accelerate for a training step: one for each batch
     expected = [1 / (1 + steps * (batches // 2)) for batches in range(1, 7)]
-    assert run_ranks(learning_rates, num_ranks, cp_size, timeout_s=60.0) == [pytest.approx(expected)] * num_ranks
+    assert run_ranks(learning_rates, num_ranks, cp_size) == [pytest.approx(expected)] * num_ranks
 
 
 def test_metrics_count_a_batch_that_two_ranks_read_once(results):
@@ -270,6 +270,6 @@ def test_predictions_and_metrics_are_those_of_whole_sequences(results):
 
 @pytest.mark.ranks(4)
 def test_evaluation_beside_data_parallelism_is_that_of_data_parallelism_alone(tmp_path):
-    alone = run_ranks(evaluate, 2, str(tmp_path), 1, timeout_s=60.0)
-    beside = run_ranks(evaluate, 4, str(tmp_path), 2, timeout_s=60.0)
+    alone = run_ranks(evaluate, 2, str(tmp_path), 1)
+    beside = run_ranks(evaluate, 4, str(tmp_path), 2)
     assert np.array(beside) == pytest.approx(np.array(alone * 2), abs=1e-5)

@@ -104,23 +104,23 @@ def train_the_last_layer(rank, num_ranks):
 
 
 def test_one_rank_may_print_them_and_they_can_be_changed_and_read_as_tensors():
-    run_ranks(use_as_tensors, 2, timeout_s=60)
+    run_ranks(use_as_tensors, 2)
 
 
 def test_without_gradients_hidden_states_are_whole_where_layers_are_recomputed_in_training():
-    assert run_ranks(recompute_layers, 2, timeout_s=60) == [{True}, {True}]
+    assert run_ranks(recompute_layers, 2) == [{True}, {True}]
 
 
 def test_outputs_of_any_name_are_whole_and_those_that_are_not_of_rows_are_refused():
-    for differences, said in run_ranks(outputs_of_other_names, 2, timeout_s=60):
+    for differences, said in run_ranks(outputs_of_other_names, 2):
         assert max(differences.values()) < 1e-5, differences
         for name, message in said:
             assert message.startswith((f"{name}: a rank has 26 rows", f"{name}: a rank has 32 rows")), (name, message)
 
 
 def test_ranks_that_use_them_in_other_orders_get_a_message():
-    run_ranks(use_in_other_orders, 2, timeout_s=60)
+    run_ranks(use_in_other_orders, 2)
 
 
 def test_where_anything_is_trained_all_outputs_are_rows():
-    assert run_ranks(train_the_last_layer, 2, timeout_s=60) == [{1}, {1}]
+    assert run_ranks(train_the_last_layer, 2) == [{1}, {1}]

@@ -46,13 +46,13 @@ def alone(rank: int, num_ranks: int) -> list[Step]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[int, Step]:
-    (steps,) = run_ranks(alone, 1, timeout_s=120.0)
+    (steps,) = run_ranks(alone, 1)
     return dict(zip(DOCUMENTS, steps, strict=True))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_packed_documents_are_those_of_stock_alone(num_ranks: int, expected: dict[int, Step]) -> None:
-    found = run_ranks(packed, num_ranks, timeout_s=120.0)[0]
+    found = run_ranks(packed, num_ranks)[0]
     for (_, batch_size), got in zip([*SETTINGS, (None, 2)], found, strict=True):
         want = expected[batch_size]
         torch.testing.assert_close(got.losses, want.losses, rtol=1e-5, atol=1e-5)
@@ -80,7 +80,7 @@ def _probed(model: torch.nn.Module, fields: dict, layout: str | None) -> tuple[n
 
 @pytest.mark.parametrize(("layout", "batch_size"), [(None, 1), ("zigzag", 2)])
 def test_a_token_of_another_document_changes_nothing(layout: str | None, batch_size: int) -> None:
-    for changes, spilt in run_ranks(probe, 2, layout, batch_size, timeout_s=120.0):
+    for changes, spilt in run_ranks(probe, 2, layout, batch_size):
         assert (np.diag(changes) > 0.1).all()
         assert not changes[~np.eye(len(changes), dtype=bool)].any()
         assert spilt > 0.01

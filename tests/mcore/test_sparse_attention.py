@@ -82,7 +82,7 @@ def packed(rank: int, num_ranks: int) -> list[tuple[Step, torch.Tensor]]:
 
 
 def test_packed_documents_are_those_of_stock_alone() -> None:
-    (one_rank,), two_ranks = (run_ranks(packed, num_ranks, timeout_s=120.0) for num_ranks in (1, 2))
+    (one_rank,), two_ranks = (run_ranks(packed, num_ranks) for num_ranks in (1, 2))
     n = len(LAYOUTS)
     assert len(one_rank) == (n + 1) * len(VARIANTS)
     for i, (want, want_logged) in enumerate(one_rank[:: n + 1]):

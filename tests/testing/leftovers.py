@@ -70,7 +70,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not any(map(is_running, pids))

@@ -55,12 +55,12 @@ def test_hook_runs_before_the_script(tmp_path: Path) -> None:
 
 
 def test_a_failing_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
-    text = "if rank == 1: raise ValueError('bad luck')\ntime.sleep(60)\n"
+    text = "if rank == 1: raise ValueError('bad luck')\ntime.sleep(900)\n"
     begin = time.monotonic()
     with pytest.raises(LaunchError, match=r"(?s)ranks \[1\] of 2 failed.*rank 1:.*ValueError: bad luck") as info:
         launch([], 2, script=_script(tmp_path, text), workdir=tmp_path)
     assert info.value.failed == [1]
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 300
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -97,7 +97,7 @@ if rank == 0:
     leave_processes(Path({str(folder)!r}))
     end({how!r})
 """
-    timeout_s = 5.0 if how == "hangs" else 60.0
+    timeout_s = 5.0 if how == "hangs" else 900.0
     try:
         launch([], num_ranks, script=_script(folder, text), timeout_s=timeout_s, workdir=folder / "run")
     except LaunchError as error:
@@ -144,18 +144,18 @@ time.sleep(100)
         [sys.executable, "-c", program], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (tmp_path / "ready").exists() or not (tmp_path / "ready").read_text():
             assert caller.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         rank, zygote = map(int, (tmp_path / "ready").read_text().split())
         os.kill(caller.pid if victim == "caller" else zygote, signal.SIGKILL)
-        _, said = caller.communicate(timeout=60)
+        _, said = caller.communicate(timeout=900)
     finally:
         caller.kill()
     assert victim == "caller" or "the process that ranks are started from has died" in said
     assert wait_until_gone([rank, zygote])
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while running(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert running(tmp_path) == []

@@ -30,7 +30,7 @@ def test_no_rank_hosts_or_waits_for_a_store_that_is_hosted(monkeypatch: pytest.M
         stores = []
         for rank in ("0", "1"):  # one after the other: rank 0 would wait for rank 1
             monkeypatch.setenv("RANK", rank)
-            store, *numbers = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=10)))
+            store, *numbers = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=300)))
             assert numbers == [int(rank), 2]
             stores.append(store)
         stores[1].set("key", "value")

@@ -45,7 +45,7 @@ def test_a_failing_rank_raises_with_its_traceback_while_others_wait_for_it():
         run_ranks(rank_one_raises, 3)
     assert caught.value.ranks == [1]
     assert "in rank_one_raises" in str(caught.value)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 300
 
 
 def rank_one_dies(rank, num_ranks):
@@ -81,7 +81,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path):
     )
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not all((tmp_path / str(rank)).exists() for rank in (0, 1)):
             assert parent.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
@@ -114,7 +114,7 @@ def test_nothing_that_a_rank_started_outlives_the_call_however_the_rank_ends(how
     begin = time.monotonic()
     if how in MESSAGES:
         with pytest.raises(RankError, match=MESSAGES[how]) as caught:
-            run_ranks(*args, timeout_s=5.0 if how == "hangs" else 60.0)
+            run_ranks(*args, timeout_s=5.0 if how == "hangs" else 900.0)
         assert caught.value.ranks == [0]
     else:
         assert run_ranks(*args) == [0, 1]

@@ -20,7 +20,7 @@ def test_passes_compile_for_gpus_that_are_not_there(arch, form):
     environment = {**os.environ, "FLEX_ATTENTION_ARCH": str(arch), "CUTE_DSL_ARCH": f"sm_{arch}a"}
     done = subprocess.run(
         [sys.executable, script, str(arch), form],
-        env=environment, capture_output=True, text=True, timeout=250, check=False,
+        env=environment, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"compiled 9 passes for {arch}" in done.stdout

@@ -12,7 +12,7 @@ def num_compared(program: str) -> int:
     ``compared`` and the number last.
     """
     root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     word, number = done.stdout.split()[-2:]
     assert word == "compared"
