@@ -20,6 +20,7 @@ from megatron_magi.mcore.carrier import carrier_of, find_carrier
 from megatron_magi.mcore.layer_spec import check_attention, replace_core_attention
 from megatron_magi.mcore.rotary import LatentRotary, select_positions, unslice
 from megatron_magi.mcore.settings import is_magi
+from megatron_magi.mcore.validate import check_dispatched_experts
 
 _BUILT = ("training.models.gpt:GPTModel", "core.models.gpt:GPTModel")
 # Where these are in what GPTModel._preprocess returns.
@@ -69,12 +70,23 @@ class MagiModelMixin:
             self._given = None
 
     def _completed(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by name, with what `given` adds to a caller's who knows nothing of plans."""
-        if self._given is None or find_carrier(arguments.get("packed_seq_params")):
-            return arguments
-        # Only the router of experts reads the mask of padding.
-        padding = self._given.padding_mask if self.config.num_moe_experts else None
-        return {**arguments, "packed_seq_params": self._given.params, "padding_mask": padding}
+        """Arguments by name, with what `given` adds to a caller's who knows nothing of plans.
+
+        Raises:
+            ValueError: layers of experts cannot take the microbatch.
+        """
+        params = find_carrier(arguments.get("packed_seq_params"))
+        has_experts = bool(self.config.num_moe_experts)
+        if self._given is not None and params is None:
+            params = self._given.params
+            # Only the router of experts reads the mask of padding.
+            padding = self._given.padding_mask if has_experts else None
+            arguments = {**arguments, "packed_seq_params": params, "padding_mask": padding}
+        if has_experts and params is not None:
+            dispatch, is_masked = params.plans.dispatch, arguments.get("padding_mask") is not None
+            sizes = (params.layout.batch_size, dispatch.total_seqlen, dispatch.padded_seqlen)
+            check_dispatched_experts(self.config, *sizes, is_masked)
+        return arguments
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls Megatron's with the carrier as ``packed_seq_params``."""

@@ -6,6 +6,7 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_magi import envs
 from megatron_magi.checks import int_at_least
@@ -182,7 +183,7 @@ def check_padding(args: Namespace, seq_length: int) -> None:
     if args.cuda_graph_impl == "transformer_engine":
         raise ValueError(f"cuda_graph_impl: transformer_engine captures without knowing that {advice}")
     if args.num_experts:
-        _check_padded_experts(args, advice)
+        check_padded_experts(args, advice)
 
 
 def check_packing(args: Namespace) -> None:
@@ -210,7 +211,8 @@ def check_packing(args: Namespace) -> None:
     if args.num_experts:
         if args.moe_token_dispatcher_type == "allgather":
             raise ValueError(f"moe_token_dispatcher_type: allgather expects one length, {name} has many; give alltoall")
-        _check_padded_experts(args, f"microbatches of --{name.replace('_', '-')} are padded")
+        check_router_sequences(args, f"--{name.replace('_', '-')} makes one of several samples; drop it")
+        check_padded_experts(args, f"microbatches of --{name.replace('_', '-')} are padded")
 
 
 def check_layout(args: Namespace) -> None:
@@ -391,13 +393,29 @@ def _check_layers(args: Namespace) -> None:
         hybrid_pattern.check(getattr(args, name, None), name)
     hybrid_pattern.check_variant(getattr(args, "experimental_attention_variant", None))
     hybrid_pattern.check_sparse_layers(args)
-    balancing = args.moe_router_load_balancing_type
-    names = balancing if isinstance(balancing, list) else [balancing]
-    if args.num_experts and "seq_aux_loss" in names and args.micro_batch_size and args.micro_batch_size > 1:
+    if args.num_experts and (args.micro_batch_size or 1) > 1:
+        check_router_sequences(args, "the sequences of a microbatch are dispatched together; give --micro-batch-size 1")
+
+
+def check_router_sequences(options: Any, why: str) -> None:
+    """Refuses a loss of the router that is one of each sequence, where a microbatch has several.
+
+    Args:
+        options: a command line, or a ``TransformerConfig``.
+        why: ends the message.
+
+    Raises:
+        ValueError: it is asked for.
+    """
+    if "seq_aux_loss" in _balancing(options):
         raise ValueError(
-            "moe_router_load_balancing_type: seq_aux_loss is a loss a sequence, but the sequences of a microbatch are "
-            "dispatched together; give --micro-batch-size 1 or aux_loss"
+            f"moe_router_load_balancing_type: seq_aux_loss is a loss a sequence, but {why} or use aux_loss"
         )
+
+
+def _balancing(options: Any) -> list[str]:
+    kinds = options.moe_router_load_balancing_type
+    return kinds if isinstance(kinds, list) else [kinds]
 
 
 def _check_schedule(args: Namespace) -> None:
@@ -465,24 +483,66 @@ def _check_full_iteration(args: Namespace) -> None:
             raise ValueError(f"cuda_graph_impl: full_iteration does not work with {name} and --attention-backend magi")
 
 
-def _check_padded_experts(args: Namespace, advice: str) -> None:
+def check_padded_experts(options: Any, advice: str) -> None:
+    """Refuses what takes padding for tokens in layers of experts, where there is padding.
+
+    Args:
+        options: a command line, or a ``TransformerConfig``.
+        advice: ends the message.
+
+    Raises:
+        ValueError: there is something.
+    """
     # Of a layer in chunks, and of one whose communication is overlapped, the router is not given the mask of padding.
     unmasked = {
-        "overlap_moe_expert_parallel_comm": args.overlap_moe_expert_parallel_comm,
-        "mlp_chunks_for_training": args.mlp_chunks_for_training > 1,
+        "overlap_moe_expert_parallel_comm": options.overlap_moe_expert_parallel_comm,
+        "mlp_chunks_for_training": getattr(options, "mlp_chunks_for_training", 1) > 1,
     }
     for name, is_given in unmasked.items():
-        if is_given and _router_counts_tokens(args):
+        if is_given and _router_counts_tokens(options):
             raise ValueError(f"{name}: Megatron's router takes padding for tokens there; {advice}")
-    balancing = args.moe_router_load_balancing_type
     for kind in ("sinkhorn", "quantile_balancing"):
-        if kind in (balancing if isinstance(balancing, list) else [balancing]):
+        if kind in _balancing(options):
             raise ValueError(f"moe_router_load_balancing_type: {kind} takes padding for tokens; {advice}")
-    if args.moe_expert_capacity_factor is not None:
+    if options.moe_expert_capacity_factor is not None:
         raise ValueError(f"moe_expert_capacity_factor: padding would take the place of tokens; {advice}")
 
 
-def _router_counts_tokens(args: Namespace) -> bool:
+def check_dispatched_experts(config: Any, num_sequences: int, num_tokens: int, num_rows: int, is_masked: bool) -> None:
+    """Refuses a microbatch that layers of experts would not take as stock Megatron does on one rank.
+
+    For models that no command line was checked for.
+
+    Args:
+        config: Megatron's ``TransformerConfig``, of a model with experts.
+        num_sequences: of the microbatch.
+        num_tokens: of all of them.
+        num_rows: likewise, with padding.
+        is_masked: the model was given the mask of padding.
+
+    Raises:
+        ValueError: the router has a loss a sequence, and there are several; or it would count padding.
+    """
+    if num_sequences > 1 and any(_coefficients(config)):
+        check_router_sequences(config, "the sequences of a microbatch are dispatched together; give it one sequence")
+    if num_rows == num_tokens:
+        return
+    if not is_masked:
+        raise ValueError(
+            "padding_mask: none was given, and the router of experts would count padding; call the model inside "
+            "given(batch), or give it the batch's"
+        )
+    check_padded_experts(
+        config, f"this microbatch of {num_tokens} tokens is padded to {num_rows}; give one that needs no padding"
+    )
+
+
+def _router_counts_tokens(options: Any) -> bool:
     """Whether the numbers of tokens of experts enter a loss or a bias, and not only the order of their work."""
-    coefficients = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, list) else [args.moe_aux_loss_coeff]
-    return bool(any(coefficients) or args.moe_z_loss_coeff or args.moe_router_enable_expert_bias)
+    return bool(any(_coefficients(options)) or options.moe_z_loss_coeff or options.moe_router_enable_expert_bias)
+
+
+def _coefficients(options: Any) -> list[float]:
+    """Of the balancing losses of the router."""
+    found = options.moe_aux_loss_coeff
+    return found if isinstance(found, list) else [found]

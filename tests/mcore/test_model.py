@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_magi.attention import AttnShape
-from megatron_magi.config import MagiConfig
+from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mcore import model, mtp
 from megatron_magi.mcore.batch import BatchDispatcher
 from megatron_magi.mcore.carrier import MagiSeqParams, ShardLayout
@@ -99,6 +100,60 @@ def test_multi_token_prediction_counts_the_mask_that_it_is_given(
     assert given["config"].mtp_loss_scaling_factor == 0.5 * count and not given["config"].calculate_per_token_loss
     assert config.mtp_loss_scaling_factor == 0.5 and config.calculate_per_token_loss
     assert given["loss_mask"].dtype == torch.float32 and given["loss_mask"].tolist() == [[2, 2, 0, 2, 0, 2]]
+
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+def _completed(options: dict, num_sequences: int, seqlen: int, *, is_given: bool = True) -> dict:
+    """Arguments of a model with experts for a microbatch that two ranks share."""
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "attention_dropout": 0.0}
+    config = TransformerConfig(**sizes, **{**EXPERTS, **options})
+    planner = Planner(MagiConfig(dispatch=DispatchConfig(chunk_size=2)), 0, 2, AttnShape(2, 2, 8, 8, torch.float32))
+    tokens = torch.arange(num_sequences * seqlen).view(num_sequences, seqlen)
+    fields = dict.fromkeys(("tokens", "labels", "position_ids"), tokens) | {"loss_mask": torch.ones(tokens.shape)}
+    batch = BatchDispatcher(planner, None).dispatch(fields)
+    holder = SimpleNamespace(config=config, _given=batch if is_given else None)
+    return MagiModelMixin._completed(holder, {} if is_given else {"packed_seq_params": batch.params})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor: padding .* of 9 tokens is padded to 12"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type: sinkhorn takes padding"),
+        ({"mlp_chunks_for_training": 2}, "mlp_chunks_for_training: "),
+        ({"mlp_chunks_for_training": 2, "moe_aux_loss_coeff": 0.0}, ""),
+        ({"moe_router_load_balancing_type": "seq_aux_loss"}, ""),
+    ],
+)  # fmt: skip
+def test_layers_of_experts_that_would_take_padding_for_tokens_are_refused(options: dict, message: str) -> None:
+    """No command line has said before how long microbatches are."""
+    assert _completed(options, 1, 8)["padding_mask"] is None
+    if not message:
+        assert _completed(options, 1, 9)["padding_mask"].shape == (1, 6)
+        return
+    with pytest.raises(ValueError, match=f"^{message}"):
+        _completed(options, 1, 9)
+
+
+def test_padding_without_its_mask_is_refused_where_there_are_experts() -> None:
+    _completed({}, 1, 8, is_given=False)
+    with pytest.raises(ValueError, match=r"^padding_mask: none was given"):
+        _completed({}, 1, 9, is_given=False)
+
+
+def test_a_balancing_loss_of_each_sequence_is_refused_for_several() -> None:
+    """Sequences are dispatched together: a rank's rows of Megatron's batch are of both."""
+    of_sequences = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}
+    _completed({**of_sequences, "moe_aux_loss_coeff": [0.0, 0.0]}, 2, 8)
+    with pytest.raises(ValueError, match=r"^moe_router_load_balancing_type: seq_aux_loss .* give it one sequence"):
+        _completed({**of_sequences, "moe_aux_loss_coeff": [0.1, 0.1]}, 2, 8)
 
 
 def test_multi_token_prediction_without_a_loss_mask_is_refused() -> None:

@@ -187,6 +187,8 @@ PACKING = ["--sequence-packing-scheduler", "dp_balanced", "--calculate-per-token
         (["--num-experts", "4"], "moe_token_dispatcher_type: allgather"),
         (["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall", "--moe-expert-capacity-factor", "1"],
          "moe_expert_capacity_factor"),
+        (["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall", "--moe-router-load-balancing-type",
+          "seq_aux_loss"], "moe_router_load_balancing_type: seq_aux_loss"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_packed_samples_is_named(
