@@ -29,6 +29,10 @@ from megatron_magi.plan.types import Runtime
 _NOTHING = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
 _NOTHING.setflags(write=False)
 _AT_HOME = 'plan it with dispatch.queries="home"'
+_OTHER_MASK = (
+    "key: a CUDA graph ran a backward after a static key, or static plans, had been given another mask than the "
+    "forward read; its gradients are NaN; load after the replay of the backward"
+)
 
 
 class StaticPlans:
@@ -129,6 +133,8 @@ class StaticPlans:
         """The reason why plans do not fit on this rank; None if they fit."""
         refuse_capture(self._device)
         _check_names(self.plans, plans)
+        if self._memory.take_failure():
+            raise RuntimeError(_OTHER_MASK)
         return next(filter(None, (self._static[name].why_not(plan) for name, plan in plans.items())), None)
 
     def _load(self, plans: Mapping[Any, RankPlan]) -> None:
@@ -257,7 +263,7 @@ class _StaticPlan:
 
     def take(self, plan: RankPlan) -> list[tuple[Tensor, Tensor]]:
         """The copies that load a plan that fits."""
-        tables = [table for mask, given in self._read(plan) for table in mask.take(given)]
+        tables = [table for mask, given in self._read(plan) for table in mask.take(given, plan.plan_hash)]
         if self._moves is not None:
             tables += self._moves.take(plan)
         return tables if self._args is None else [*tables, *self._args.take(self._cast(plan))]

@@ -20,17 +20,20 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.base import ChangingBands, MaskSize, copy_tables, refuse_capture
+from megatron_magi.backends.readings import Reading, Readings
 from megatron_magi.backends.sm90 import mask_numbers as of_mask
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
 from megatron_magi.backends.sm90.support import COUNTER_BYTES
+from megatron_magi.cuda import driver
 from megatron_magi.mask import bands as bd
 from megatron_magi.runtime.upload import when_there
 
 _NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner", "num_arriving")
-"""Fields of MaskNumbers (`mask_numbers.cuh`), in its order."""
+"""Fields of MaskNumbers (`mask_numbers.cuh`), in its order; the content follows, of two words."""
 _NUMBERS_WORDS = 8
-_MOST_NUMBERS = 256
+_CONTENT_BYTES = 4 * len(_NUMBERS)
+_MOST_NUMBERS = 512
 _SPARE_TILES = 64
 """Extra tiles, in addition to the headroom, as small masks differ more."""
 
@@ -48,6 +51,9 @@ class StaticMemory:
         self._host = np.zeros((_MOST_NUMBERS, _NUMBERS_WORDS), dtype=np.int32)
         self._numbers = torch.zeros(_MOST_NUMBERS, _NUMBERS_WORDS, dtype=torch.int32, device=device)
         self._counters = torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
+        self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._failed_here = self._failed.numpy()
+        self._copies: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
         self._num_used = 0
 
     def take(self) -> int:
@@ -61,14 +67,40 @@ class StaticMemory:
 
     def fields(self, place: int, second: bool) -> dict[str, int]:
         """Parameters of a launch that reads the numbers at a place."""
+        numbers = self._numbers.data_ptr() + 4 * _NUMBERS_WORDS * place
         return {
-            "numbers": self._numbers.data_ptr() + 4 * _NUMBERS_WORDS * place,
+            "numbers": numbers,
+            "content": numbers + _CONTENT_BYTES,
+            "failed": self._failed.data_ptr(),
             "counter": self._counters.data_ptr() + COUNTER_BYTES * second,
         }
 
-    def set(self, place: int, numbers: Sequence[int]) -> None:
+    def set(self, place: int, numbers: Sequence[int], content: int) -> None:
         """Sets numbers on the host; `send` brings them to the device."""
         self._host[place, : len(_NUMBERS)] = numbers
+        self._host[place, len(_NUMBERS) :].view(np.int64)[0] = content
+
+    def capture(self) -> int:
+        """See `megatron_magi.backends.base.ChangingMask`."""
+        return driver.capture_of(self._numbers.device)
+
+    def reading(self, place: int, content: int) -> Reading:
+        """What a forward reads that is called now, if ``content`` was loaded at a place."""
+        capture = self.capture()
+        if not capture:
+            return Reading(content)
+        copy = self._copies.get((capture, place))
+        if copy is None:  # once in a graph
+            words = self._numbers[place, len(_NUMBERS) :]
+            copy = self._copies[capture, place] = words.view(torch.int64).clone()
+        return Reading(content, capture, copy)
+
+    def take_failure(self) -> bool:
+        """See `megatron_magi.backends.base.ChangingMemory`."""
+        failed = bool(self._failed_here[0])
+        if failed:
+            self._failed_here[0] = 0
+        return failed
 
     def send(self) -> None:
         """Queues the copy of all numbers on the current stream."""
@@ -128,7 +160,7 @@ class StaticMask:
     run, and bands are indexed as described in `mask_numbers`.
 
     Attributes:
-        backend, facts, num_loads, loads_read: see `megatron_magi.backends.base.ChangingMask`.
+        backend, facts, content, readings, device: see `megatron_magi.backends.base.ChangingMask`.
         digest: identifies this object, independent of its current mask.
         memory: as given.
     """
@@ -144,11 +176,11 @@ class StaticMask:
         num_own: int | None = None,
     ) -> None:
         typical = next((sample.bands for sample in samples if len(sample.bands)), samples[0].bands)
-        self.backend, self.num_loads, self.loads_read = "ffa", 0, None
+        self.backend, self.content, self.readings = "ffa", 0, Readings()
         self.digest, self.facts = os.urandom(16), hopper_plan.mask_facts(typical)
-        self.memory = memory
+        self.memory, self._place = memory, memory.take()
         self._samples, self._now = samples, samples[0]
-        self._device, self._headroom = device, headroom
+        self.device, self._headroom = device, headroom
         self._shape, self._num_own = (most_rows, most_keys), num_own
         self._plans: dict[Tiling, _StaticPlan] = {}
         self._refits: dict[Tiling, Refit] = {}
@@ -179,7 +211,7 @@ class StaticMask:
             refit: its counterpart for a mask of which fewer keys arrive.
         """
         if tiling not in self._plans:
-            refuse_capture(self._device)
+            refuse_capture(self.device)
             self._refits[tiling] = refit
             source = self._source(tiling, self._now)
             places = self.memory.take(), self.memory.take()
@@ -191,7 +223,7 @@ class StaticMask:
 
     def make_schedule(self, plan: _StaticPlan, key: hopper_plan.ScheduleKey) -> DeviceSchedule:
         """A schedule of a plan with room, for `_StaticPlan`."""
-        refuse_capture(self._device)
+        refuse_capture(self.device)
         assert plan.tiling is not None
         source = self._source(plan.tiling, self._now)
         length = max(len(hopper_plan.schedule_of(sample, *key).items) for sample in self._sources(plan.tiling))
@@ -215,10 +247,18 @@ class StaticMask:
                     return f"its table of {name} is {length} long, there is room for {room}"
         return None
 
-    def take(self, mask: MaskSize) -> list[Table]:
+    def capture(self) -> int:
+        """See `megatron_magi.backends.base.ChangingMask`."""
+        return self.memory.capture()
+
+    def reading(self) -> Reading:
+        """See `megatron_magi.backends.base.ChangingMask`."""
+        return self.memory.reading(self._place, self.content)
+
+    def take(self, mask: MaskSize, content: int) -> list[Table]:
         """Sets the numbers of a mask that fits; returns the tables to copy."""
-        self._now = mask
-        self.num_loads += 1
+        self._now, self.content = mask, content
+        self.memory.set(self._place, (0,) * len(_NUMBERS), content)
         tables = []
         for plan, source in self._pairs(mask):
             source.hold_for_stream()
@@ -239,19 +279,20 @@ class StaticMask:
             tiling = tiling._replace(num_rows=max(mask.num_keys, 1))
         if not tiling.is_backward:
             tiling = tiling._replace(num_rows=mask.num_rows)
-        return hopper_plan.device_plan(mask.bands, tiling, self._device)
+        return hopper_plan.device_plan(mask.bands, tiling, self.device)
 
     def _tables(self, plan: _StaticPlan, source: DevicePlan) -> list[Table]:
         """Sets the numbers of a plan and its schedules, and returns its tables."""
         host = source.host
         num_arriving = 0 if self._num_own is None else self._now.num_keys - self._num_own
         common = host.step, int(host.heads_inner), num_arriving
-        self.memory.set(plan.numbers[0], (host.num_tiles, 0, 0, *common))
-        self.memory.set(plan.numbers[1], (int(np.count_nonzero(host.costs)), 0, 0, *common))
+        self.memory.set(plan.numbers[0], (host.num_tiles, 0, 0, *common), self.content)
+        self.memory.set(plan.numbers[1], (int(np.count_nonzero(host.costs)), 0, 0, *common), self.content)
         tables = list(zip(_parts(source), _parts(plan), strict=True))
         for key, room in plan.schedules.items():
             made = hopper_plan.schedule_of(source, *key)
-            self.memory.set(plan.of_schedule[key], (host.num_tiles, len(made.items), made.num_split, *common))
+            numbers = host.num_tiles, len(made.items), made.num_split, *common
+            self.memory.set(plan.of_schedule[key], numbers, self.content)
             tables.append((made.items.view(-1), room.items.view(-1)))
         return tables
 
