@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -51,7 +52,8 @@ class StaticPlans:
         device: a Hopper GPU.
         group: the ranks; None for one.
         headroom: capacity of tables, and of fetched rows, as a multiple of the longest of ``plans`` and ``samples``; at
-            least 1. The same on all ranks.
+            least 1. There is room for ``headroom - 1`` times this rank's own rows in addition, at most for all rows of
+            the others. The same on all ranks.
         samples: plans of other microbatches that must fit, the same ones on all ranks. Kernels are chosen for the first
             of them, if any.
         queries: ``home``: queries of no plan travel (`RankPlan.moves`). ``travel``: they can, if those of ``plans`` or
@@ -206,7 +208,7 @@ class _StaticPlan:
                 if not isinstance(cast, GroupCastArgs):
                     raise ValueError(f"plans: {name!r} tells nodes apart (ranks_per_node), static plans do not")
                 casts.append(cast)
-            self._args = StaticArgs(casts, num_rows, cp_size, device, headroom)
+            self._args = StaticArgs(casts, num_rows, cp_size, device, headroom, own=num_rows)
             most_keys.append(self._args.args.num_recv)
             runtime = Runtime(casts={device: (self._args.args,)}, tail=self._args.tail)
         self.room = None if self._args is None else self._args.args.most
@@ -255,11 +257,15 @@ class _StaticPlan:
             return "groups of its heads travel apart"
         if plan.degree >= len(self.masks):
             return f"it has {plan.degree} remote stages, not {len(self.masks) - 1}"
-        reason = None if self._args is None else self._args.why_not(self._cast(plan))
-        if reason is None and self._moves is not None:
-            reason = self._moves.why_not(plan)
-        reasons = (mask.why_not(given) for mask, given in self._read(plan))
-        return reason or next(filter(None, reasons), None)
+        short = [] if self._args is None else [self._args.shortage(self._cast(plan))]
+        if self._moves is not None:
+            short += self._moves.shortages(plan)
+        if not any(short):
+            short += [mask.shortage(given) for mask, given in self._read(plan)]
+        found = [of_one for of_one in short if of_one is not None]
+        if not found:
+            return None
+        return f"{found[0][0]}; {_more_room(max(least for _, least in found))}"
 
     def take(self, plan: RankPlan) -> list[tuple[Tensor, Tensor]]:
         """The copies that load a plan that fits."""
@@ -286,6 +292,12 @@ class _StaticPlan:
         cast = next(iter(plan_casts(plan, self._device)), None)
         assert cast is None or isinstance(cast, GroupCastArgs)
         return cast
+
+
+def _more_room(headroom: float) -> str:
+    """What to do where this headroom would do; inf: where none would."""
+    first = "make the static key, or static plans, with a larger mask first"
+    return f"{first}, or with headroom={math.ceil(10 * headroom) / 10}" if math.isfinite(headroom) else first
 
 
 def _check_queries(plans: Mapping[Any, RankPlan], queries: str) -> None:

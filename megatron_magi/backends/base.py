@@ -428,8 +428,8 @@ class ChangingMask(Protocol):
     def as_bands(self) -> ChangingBands:
         """The bands that represent this mask in calls; they keep it alive."""
 
-    def why_not(self, mask: MaskSize) -> str | None:
-        """The reason why a mask does not fit; None if it fits."""
+    def shortage(self, mask: MaskSize) -> tuple[str, float] | None:
+        """Why a mask does not fit, and the headroom (`Capture.mask`) with which it would; None if it fits."""
 
     def take(self, mask: MaskSize, content: int) -> list[tuple[Tensor, Tensor]]:
         """Sets the numbers of a mask that fits; returns the tables to copy: source and target of each."""

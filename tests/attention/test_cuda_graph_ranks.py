@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -86,8 +87,12 @@ def test_where_nothing_travels_at_first_there_is_room_for_what_travels_in_sample
     )
     assert not nothing[0].degree and causal[0].degree == 1
     for rank in range(num_ranks):
-        alone = StaticPlans({0: nothing[rank]}, CPU)
-        assert "rows travel, there is room for 256" in alone._static[0].why_not(causal[rank])
+        alone = StaticPlans({0: nothing[rank]}, CPU, headroom=1)
+        reason = alone._static[0].why_not(causal[rank])
+        assert re.search("rows travel, there is room for 256; .*, or with headroom=(.*)$", reason)
+        headroom = float(reason.rpartition("=")[2])
+        roomy = StaticPlans({0: nothing[rank]}, CPU, headroom=headroom)
+        assert roomy._static[0].why_not(causal[rank]) is None
         static = StaticPlans({0: nothing[rank]}, CPU, samples=[{0: causal[rank]}])
         (own,) = plan_casts(static.plans[0], CPU)
         assert not any(t.any() for t in _arrays(own)), "the first is loaded"
@@ -335,7 +340,8 @@ def test_moves_are_those_of_the_plan_that_was_loaded(num_ranks):
     few = [[*range(64, 512)], [*range(64), *range(512, 1024)], [*range(1024, total)]][:num_ranks]
     few_travel = make_plan(builders.causal(total), config, num_ranks, home, given_dispatch(few, total, num_ranks))
     narrow = StaticPlans({0: few_travel.for_rank(0)}, CPU, headroom=1, queries="travel")
-    assert narrow._static[0].why_not(plans[2].for_rank(0)) == "512 rows travel, there is room for 320"
+    reason, advice = narrow._static[0].why_not(plans[2].for_rank(0)).split("; ")
+    assert reason == "512 rows travel, there is room for 320" and advice.endswith("or with headroom=8.0")
 
 
 def replay_on_ranks(

@@ -24,6 +24,7 @@ from megatron_magi.backends.readings import Reading, Readings
 from megatron_magi.backends.sm90 import mask_numbers as of_mask
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
+from megatron_magi.backends.sm90.schedule import most_items
 from megatron_magi.backends.sm90.support import COUNTER_BYTES
 from megatron_magi.cuda import driver
 from megatron_magi.mask import bands as bd
@@ -36,6 +37,11 @@ _CONTENT_BYTES = 4 * len(_NUMBERS)
 _MOST_NUMBERS = 512
 _SPARE_TILES = 64
 """Extra tiles, in addition to the headroom, as small masks differ more."""
+_TILE_PASSES = 8
+"""Passes for which there is room in each tile of the longest mask at least: documents and windows have 1, random
+prefix trees of up to 200 nodes 2 to 5.
+"""
+_TILE_WORDS, _PASS_WORDS = 4, 8
 
 
 class StaticMemory:
@@ -125,6 +131,7 @@ class _StaticPlan(DevicePlan):
         mask: the mask to which they belong.
         numbers: places of the numbers for all tiles, and for tiles that see something.
         of_schedule: likewise of schedules, by their key.
+        longest: lengths of the longest tiles, passes and bounds of the samples.
     """
 
     is_static: ClassVar[bool] = True
@@ -132,6 +139,7 @@ class _StaticPlan(DevicePlan):
     mask: weakref.ref[StaticMask] | None = None
     numbers: tuple[int, int] = (0, 0)
     of_schedule: dict[tuple, int] = field(default_factory=dict)
+    longest: tuple[int, ...] = ()
 
     def hold_for_stream(self) -> None:
         """Does nothing: tables are loaded on the stream that reads them, and live as long as this object."""
@@ -215,8 +223,9 @@ class StaticMask:
             self._refits[tiling] = refit
             source = self._source(tiling, self._now)
             places = self.memory.take(), self.memory.take()
-            room = _with_room(self._sources(tiling), tiling, self._headroom)
-            made = _StaticPlan(*room, tiling=tiling, mask=weakref.ref(self), numbers=places)
+            sources = self._sources(tiling)
+            room, longest = _with_room(sources, tiling, self._headroom), _longest(sources)
+            made = _StaticPlan(*room, tiling=tiling, mask=weakref.ref(self), numbers=places, longest=longest)
             self._plans[tiling] = made
             self._copy(self._tables(made, source))
         return self._plans[tiling]
@@ -226,26 +235,28 @@ class StaticMask:
         refuse_capture(self.device)
         assert plan.tiling is not None
         source = self._source(plan.tiling, self._now)
-        length = max(len(hopper_plan.schedule_of(sample, *key).items) for sample in self._sources(plan.tiling))
-        most = math.ceil(length * self._headroom) + _SPARE_TILES * key[0]
+        most_tiles, rows = _lengths(plan)[0] // _TILE_WORDS, self._shape[0] * plan.tiling.packed
+        most = most_items(most_tiles, rows, *key)
         most_split = key[3] if key[1] > 1 else 0  # only query heads that share a key head are split
         made = DeviceSchedule(hopper_plan.schedule_of(source, *key).items.new_zeros(most, 4), most_split)
         plan.schedules[key], plan.of_schedule[key] = made, self.memory.take()
         self._copy(self._tables(plan, source))
         return made
 
-    def why_not(self, mask: MaskSize) -> str | None:
-        """The reason why a mask does not fit; None if it fits."""
+    def shortage(self, mask: MaskSize) -> tuple[str, float] | None:
+        """Why a mask does not fit, and the headroom with which it would; None if it fits."""
+        found: list[tuple[str, float]] = []
         for plan, source in self._pairs(mask):
-            parts = zip(("tiles", "passes", "bounds"), _lengths(source), _lengths(plan), strict=True)
-            items = (
-                ("items", hopper_plan.schedule_of(source, *key).items.shape[0], room.items.shape[0])
-                for key, room in plan.schedules.items()
+            parts = zip(("tiles", "passes", "bounds"), _lengths(source), _lengths(plan), plan.longest, strict=True)
+            of_schedules = (
+                ("items", len(hopper_plan.schedule_of(source, *key).items), len(made.items))
+                for key, made in plan.schedules.items()
             )
-            for name, length, room in (*parts, *items):
+            items = ((name, length, room, room / self._headroom) for name, length, room in of_schedules)
+            for name, length, room, longest in (*parts, *items):
                 if length > room:
-                    return f"its table of {name} is {length} long, there is room for {room}"
-        return None
+                    found.append((f"its table of {name} is {length} long, there is room for {room}", length / longest))
+        return (found[0][0], max(least for _, least in found)) if found else None
 
     def capture(self) -> int:
         """See `megatron_magi.backends.base.ChangingMask`."""
@@ -317,14 +328,19 @@ def _lengths(plan: DevicePlan) -> tuple[int, int, int]:
     return passes, bounds - passes, plan.memory.shape[0] - bounds
 
 
+def _longest(sources: Sequence[DevicePlan]) -> tuple[int, ...]:
+    """The longest of each part."""
+    return tuple(map(max, zip(*map(_lengths, sources), strict=True)))
+
+
 def _with_room(sources: Sequence[DevicePlan], tiling: Tiling, headroom: float) -> tuple[HostPlan, Tensor]:
     """Allocates tables with headroom over these, and makes a plan on the host."""
     host = sources[0].host
-    most_tiles = math.ceil(max(source.host.num_tiles for source in sources) * headroom) + _SPARE_TILES
-    passes = max(_lengths(source)[1] // 8 for source in sources)
-    most_passes = math.ceil(passes * headroom) + 2 * _SPARE_TILES
+    tiles, passes = (n // words for n, words in zip(_longest(sources), (_TILE_WORDS, _PASS_WORDS), strict=False))
+    most_tiles = math.ceil(tiles * headroom) + _SPARE_TILES
+    most_passes = max(math.ceil(passes * headroom), _TILE_PASSES * tiles) + 2 * _SPARE_TILES
     rows = tiling.shape[0] if tiling.is_backward else tiling.shape[0] // tiling.packed
-    sizes = 4 * most_tiles, 8 * most_passes, 2 * rows * most_passes + 4
+    sizes = _TILE_WORDS * most_tiles, _PASS_WORDS * most_passes, 2 * rows * most_passes + 4
     costs = np.ones(most_tiles, dtype=np.int64)
     costs[: host.num_tiles] = host.costs
     offsets = (0, 4 * sizes[0], 4 * (sizes[0] + sizes[1]))
