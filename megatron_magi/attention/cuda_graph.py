@@ -126,7 +126,8 @@ class StaticPlans:
         Raises:
             ValueError: other names.
             RuntimeError: another rank raised an error in this call, or timed out in an earlier one; it is named. Or a
-                graph is being captured.
+                graph is being captured, or one has run a backward after another microbatch had been loaded than its
+                forward read, and its gradients are NaN.
         """
         large = load_together([(self, plans)])
         return None if large is None else large[1]

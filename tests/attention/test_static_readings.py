@@ -1,4 +1,4 @@
-"""Backwards compute with the mask that their forward read, also in CUDA graphs of their own, or say that they did not."""
+"""A backward computes with the mask that its forward read, also in CUDA graphs of their own, or says so."""
 
 from __future__ import annotations
 

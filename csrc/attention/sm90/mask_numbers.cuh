@@ -10,7 +10,7 @@
 struct MaskNumbers {
   int num_tiles, num_items, num_split;  // num_split: the first tiles, whose dK and dV are accumulated in device memory
   int step, heads_inner;
-  int num_arriving;  // keys that arrive while the kernel runs (STREAM_KV)
+  int num_arriving;   // keys that arrive while the kernel runs (STREAM_KV)
   long long content;  // identifies the mask
 };
 

@@ -62,7 +62,8 @@ class BackwardSteps:
 
     Hold `stream_lock` while they are queued: each assumes that the kernels before the one before it are complete. Their
     addresses are ``q``, ``k``, ``v``, ``dout``, ``out`` or ``delta``, ``lse``, ``dq``, ``dk``, ``dv``, ``stats`` and
-    ``scratch``, with ``out`` also ``delta`` if wanted, and ``read`` of masks that change; their numbers are those of a mask and of `scratch`.
+    ``scratch``, with ``out`` also ``delta`` if wanted, and ``read`` of masks that change. Their numbers are those of a
+    mask and of `scratch`.
 
     Args:
         inputs: tensors of the layout of the calls, or the layouts: q, k, v and dout in one dtype, as TMA can load them,
