@@ -57,7 +57,7 @@ class StaticMemory:
         self._host = np.zeros((_MOST_NUMBERS, _NUMBERS_WORDS), dtype=np.int32)
         self._numbers = torch.zeros(_MOST_NUMBERS, _NUMBERS_WORDS, dtype=torch.int32, device=device)
         self._counters = torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
-        self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._failed = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self._failed_here = self._failed.numpy()
         self._copies: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
         self._num_used = 0
