@@ -384,7 +384,8 @@ def make_static_key(key: DistAttnRuntimeKey, headroom: float = 2.0) -> StaticKey
     Args:
         key: the first mask. Kernels and tile shapes are chosen for it; others get the same.
         headroom: how many times as long as the first mask's tables those of others may be, at least 1, and how many
-            times as many rows may be fetched. The same on all ranks.
+            times as many rows may be fetched, with ``headroom - 1`` times a rank's own rows in addition. The same on
+            all ranks.
 
     Raises:
         ValueError: an argument is not as above.

@@ -40,13 +40,14 @@ class StaticKey:
             key: of the same group, configuration and number of tokens.
 
         Returns:
-            None; or why its plan does not fit, a sentence: then nothing has changed, and the step is to run in eager
-            mode, with ``key`` itself.
+            None; or why its plan does not fit, and what to make the static key with: then nothing has changed, and
+            the step is to run in eager mode, with ``key`` itself.
 
         Raises:
             ValueError: the group or the configuration is another.
             RuntimeError: the ranks' keys disagree, another rank raised an error in this call, or a rank timed out
-                in an earlier one.
+                in an earlier one; or a graph has run a backward after another mask had been loaded than its forward
+                read, and its gradients are NaN.
         """
         with told(self.group):
             runtime = self._runtimes.get(key)

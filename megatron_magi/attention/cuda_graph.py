@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -29,6 +30,10 @@ from megatron_magi.plan.types import Runtime
 _NOTHING = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
 _NOTHING.setflags(write=False)
 _AT_HOME = 'plan it with dispatch.queries="home"'
+_OTHER_MASK = (
+    "key: a CUDA graph ran a backward after a static key, or static plans, had been given another mask than the "
+    "forward read; its gradients are NaN; load after the replay of the backward"
+)
 
 
 class StaticPlans:
@@ -47,7 +52,8 @@ class StaticPlans:
         device: a Hopper GPU.
         group: the ranks; None for one.
         headroom: capacity of tables, and of fetched rows, as a multiple of the longest of ``plans`` and ``samples``; at
-            least 1. The same on all ranks.
+            least 1. There is room for ``headroom - 1`` times this rank's own rows in addition, at most for all rows of
+            the others. The same on all ranks.
         samples: plans of other microbatches that must fit, the same ones on all ranks. Kernels are chosen for the first
             of them, if any.
         queries: ``home``: queries of no plan travel (`RankPlan.moves`). ``travel``: they can, if those of ``plans`` or
@@ -120,7 +126,8 @@ class StaticPlans:
         Raises:
             ValueError: other names.
             RuntimeError: another rank raised an error in this call, or timed out in an earlier one; it is named. Or a
-                graph is being captured.
+                graph is being captured, or one has run a backward after another microbatch had been loaded than its
+                forward read, and its gradients are NaN.
         """
         large = load_together([(self, plans)])
         return None if large is None else large[1]
@@ -129,6 +136,8 @@ class StaticPlans:
         """The reason why plans do not fit on this rank; None if they fit."""
         refuse_capture(self._device)
         _check_names(self.plans, plans)
+        if self._memory.take_failure():
+            raise RuntimeError(_OTHER_MASK)
         return next(filter(None, (self._static[name].why_not(plan) for name, plan in plans.items())), None)
 
     def _load(self, plans: Mapping[Any, RankPlan]) -> None:
@@ -200,7 +209,7 @@ class _StaticPlan:
                 if not isinstance(cast, GroupCastArgs):
                     raise ValueError(f"plans: {name!r} tells nodes apart (ranks_per_node), static plans do not")
                 casts.append(cast)
-            self._args = StaticArgs(casts, num_rows, cp_size, device, headroom)
+            self._args = StaticArgs(casts, num_rows, cp_size, device, headroom, own=num_rows)
             most_keys.append(self._args.args.num_recv)
             runtime = Runtime(casts={device: (self._args.args,)}, tail=self._args.tail)
         self.room = None if self._args is None else self._args.args.most
@@ -249,15 +258,19 @@ class _StaticPlan:
             return "groups of its heads travel apart"
         if plan.degree >= len(self.masks):
             return f"it has {plan.degree} remote stages, not {len(self.masks) - 1}"
-        reason = None if self._args is None else self._args.why_not(self._cast(plan))
-        if reason is None and self._moves is not None:
-            reason = self._moves.why_not(plan)
-        reasons = (mask.why_not(given) for mask, given in self._read(plan))
-        return reason or next(filter(None, reasons), None)
+        short = [] if self._args is None else [self._args.shortage(self._cast(plan))]
+        if self._moves is not None:
+            short += self._moves.shortages(plan)
+        if not any(short):
+            short += [mask.shortage(given) for mask, given in self._read(plan)]
+        found = [of_one for of_one in short if of_one is not None]
+        if not found:
+            return None
+        return f"{found[0][0]}; {_more_room(max(least for _, least in found))}"
 
     def take(self, plan: RankPlan) -> list[tuple[Tensor, Tensor]]:
         """The copies that load a plan that fits."""
-        tables = [table for mask, given in self._read(plan) for table in mask.take(given)]
+        tables = [table for mask, given in self._read(plan) for table in mask.take(given, plan.plan_hash)]
         if self._moves is not None:
             tables += self._moves.take(plan)
         return tables if self._args is None else [*tables, *self._args.take(self._cast(plan))]
@@ -280,6 +293,12 @@ class _StaticPlan:
         cast = next(iter(plan_casts(plan, self._device)), None)
         assert cast is None or isinstance(cast, GroupCastArgs)
         return cast
+
+
+def _more_room(headroom: float) -> str:
+    """What to do where this headroom would do; inf: where none would."""
+    first = "make the static key, or static plans, with a larger mask first"
+    return f"{first}, or with headroom={math.ceil(10 * headroom) / 10}" if math.isfinite(headroom) else first
 
 
 def _check_queries(plans: Mapping[Any, RankPlan], queries: str) -> None:

@@ -18,7 +18,8 @@ from megatron_magi.attention.fused_comm import is_alone, pays, program_of, stage
 from megatron_magi.attention.head_groups import check_groups, check_options, from_groups, sink_of_groups, to_groups
 from megatron_magi.attention.sink import reduce_dsink
 from megatron_magi.attention.travel import travel_args
-from megatron_magi.backends.base import Backend, check_loads, loads_of_forward
+from megatron_magi.backends.base import Backend
+from megatron_magi.backends.readings import check_reading, reading_of_forward
 from megatron_magi.checks import flag, renamed
 from megatron_magi.comm.agreement import told
 from megatron_magi.comm.collective_checks import CallLog, NoCalls, calls_of
@@ -174,7 +175,7 @@ def _attend_rows(
         if call.record.gradient:
             out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call, rank_plan)
         else:
-            loads_of_forward(rank_plan.bands[0])
+            reading_of_forward(rank_plan.bands[0], has_gradients=False)
             with torch.no_grad():
                 (out, lse, max_logits), *_ = _attend_everywhere(q, k, v, sink, call)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
@@ -396,7 +397,7 @@ class _DistributedAttention(torch.autograd.Function):
         wants_rest = sink is not None and ctx.needs_input_grad[3] and call.travel is None
         rest = _Rest() if wants_rest and call.accumulates else None
         (out, lse, max_logits), of_all, saved_keys = _attend_everywhere(q, k, v, sink, call, rest)
-        ctx.call, ctx.plan, ctx.num_loads = call, plan, loads_of_forward(plan.bands[0])
+        ctx.call, ctx.plan, ctx.reading = call, plan, reading_of_forward(plan.bands[0], has_gradients=True)
         ctx.has_rest = rest is not None and rest.of_out is not None
         if ctx.has_rest:
             saved_keys = (rest.of_out, *saved_keys)
@@ -418,12 +419,12 @@ class _DistributedAttention(torch.autograd.Function):
             # Nothing here depends on the output, but this rank must take part for the gradients of other ranks' keys.
             dout = torch.zeros_like(out[:num_rows])
         with _calls(call.group, call.cp_size, call.config) as calls:
-            check_loads(ctx.plan.bands[0], ctx.num_loads)
+            read = check_reading(ctx.plan.bands[0], ctx.reading)
             _agree(calls, call.backward_record, (q[:num_rows], k, v, sink), call, ctx.plan, dout)
             wants_sink = sink is not None and ctx.needs_input_grad[3]
             if travel is not None:
                 (dout,) = travel.to_hosts([dout.contiguous()], call.group, call.comm_impl)
-            grads = _backward_at_once(dout, (q, k, v), out, lse, call, wants_sink and travel is None)
+            grads = _backward_at_once(dout, (q, k, v), out, lse, call, wants_sink and travel is None, read)
             if grads is not None:
                 *grads, delta = grads
                 if wants_sink and travel is not None:  # kernels know nothing of rows that others computed
@@ -438,7 +439,7 @@ class _DistributedAttention(torch.autograd.Function):
                 dsink = reduce_dsink(sink_gradient(sink, lse[:num_rows], of_sink[:num_rows]), call)
             if grads is None:
                 call.know_stages()
-                grads = _Backward(dout, q, k, v, out, lse, delta, saved_keys, call).run()
+                grads = _Backward(dout, q, k, v, out, lse, delta, saved_keys, call, read).run()
             dq, dk, dv = _narrow(grads, q.dtype)
             if travel is not None:
                 (dq,) = travel.to_homes([dq], call.group, call.comm_impl)
@@ -534,18 +535,18 @@ class _Forward:
             self._max_logits = max_logits if seen is None else torch.maximum(seen, max_logits)
 
 
-def _backward_at_once(dout, qkv, out, lse, call: CachedCall, wants_delta: bool) -> tuple | None:
+def _backward_at_once(dout, qkv, out, lse, call: CachedCall, wants_delta: bool, read) -> tuple | None:
     """Gradients and delta in one launch over all stages; None if stages must be run."""
     if call.program is None:
         return None
     dtype = _partial_dtype(qkv[1], call) if call.casts else qkv[1].dtype
-    return call.program.backward(dout, qkv, out, lse, call.backward_options, dtype, wants_delta)
+    return call.program.backward(dout, qkv, out, lse, call.backward_options, dtype, wants_delta, read)
 
 
 class _Backward:
     """One backward pass: dq is local; dk and dv of fetched keys are sent back to their owners."""
 
-    def __init__(self, dout, q, k, v, out, lse, delta, saved_keys, call: CachedCall) -> None:
+    def __init__(self, dout, q, k, v, out, lse, delta, saved_keys, call: CachedCall, read) -> None:
         self._dout, self._q, self._k, self._v = dout, q, k, v
         self._lse, self._delta, self._call = lse, delta, call
         self._saved_keys = saved_keys
@@ -560,6 +561,8 @@ class _Backward:
         self._wide = accumulate_dtype(q.dtype) if call.accumulates else q.dtype
         self._is_local_done = False  # once True, only reductions add to dk and dv
         self._shared: dict[str, Any] = {"out": out} if call.backend.takes_out else {}
+        if read is not None:
+            self._shared["read"] = read
         if call.sums_meet:
             self._shared["shared"] = call.backend.shared_sums(len(call.bands))
             self._dq = torch.empty_like(q, memory_format=torch.contiguous_format)

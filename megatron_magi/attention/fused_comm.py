@@ -56,7 +56,8 @@ class Fetched:
         if self.cast.num_ranks == 2 or self.cast.most is None:
             return True
         row_bytes = sum(t.shape[1] * t.shape[2] * t.element_size() for t in (k, v))
-        return self.cast.most.received * row_bytes <= _MOST_FORWARD_BYTES
+        received = self.cast.most.received if self.cast.usual is None else self.cast.usual
+        return received * row_bytes <= _MOST_FORWARD_BYTES
 
     def published(self, x: torch.Tensor) -> torch.Tensor:
         """As of a `KeyTransfer`."""

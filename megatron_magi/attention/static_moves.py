@@ -41,10 +41,10 @@ class StaticMoves:
         rows, tail = torch.zeros(self._back.args.num_recv, dtype=torch.int64, device=device), self._there.tail.clone()
         self.args = TravelArgs(self._there.args, self._back.args, rows, num_rows, tail)
 
-    def why_not(self, plan: RankPlan) -> str | None:
-        """The reason why the moves of another plan do not fit; None if they fit."""
+    def shortages(self, plan: RankPlan) -> list[tuple[str, float] | None]:
+        """As `StaticArgs.shortage`, of both collectives of the moves of another plan."""
         there, back, _ = self._of(plan)
-        return self._there.why_not(there) or self._back.why_not(back)
+        return [self._there.shortage(there), self._back.shortage(back)]
 
     def take(self, plan: RankPlan) -> list[tuple[Tensor, Tensor]]:
         """The copies that load the moves of another plan, as sources and targets."""

@@ -138,7 +138,8 @@ class Backend(ABC):
             inputs: q, k, v, dout, and lse and delta over all keys and sinks of a row.
             bands, options: as in `forward`.
             grads: dq, dk, dv, and which of them are added to.
-            hints: ``program``, as in `forward`; ``shared``, if `sums_meet` holds; ``out``, if `takes_out`.
+            hints: ``program``, as in `forward`; ``shared``, if `sums_meet` holds; ``out``, if `takes_out`; ``read``,
+                of changing masks, see `Program.backward`.
 
         Raises:
             ValueError: as `forward`.
@@ -259,6 +260,7 @@ class Program(Protocol):
         options: AttnOptions,
         partial: torch.dtype,
         wants_delta: bool,
+        read: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
         """Gradients of q, in its dtype, and of k and v, in dtype ``partial``, and delta; None as in `forward`.
 
@@ -270,6 +272,8 @@ class Program(Protocol):
             partial: dtype of each rank's partial gradients of k and v, both those that are sent and this rank's own;
                 parts are summed in fp32 and rounded once.
             wants_delta: also return ``rowsum(dout * out)``, fp32 ``[num_rows, num_heads]``.
+            read: `ChangingMask.content` of the forward, int64 ``[1]``: if another mask is loaded when kernels run,
+                gradients are NaN (`ChangingMemory.take_failure`).
         """
 
     def make(self, layout: tuple, maker: Any) -> Any:
@@ -406,14 +410,16 @@ class ChangingMask(Protocol):
     Attributes:
         backend: name of the backend that made it.
         facts: by which kernels were chosen; for `StageMasks`.
-        num_loads: how often `take` was called.
-        loads_read: ``num_loads`` in the last forward that was not inside of a backward; None before there was one.
+        content: a number that identifies the mask that was loaded last, and what travels with it; 63 bits.
+        readings: of forwards, for `megatron_magi.backends.readings`.
+        device: of the tables.
     """
 
     backend: str
     facts: Any
-    num_loads: int
-    loads_read: int | None
+    content: int
+    readings: Any
+    device: torch.device
 
     @property
     def is_read(self) -> bool:
@@ -422,15 +428,24 @@ class ChangingMask(Protocol):
     def as_bands(self) -> ChangingBands:
         """The bands that represent this mask in calls; they keep it alive."""
 
-    def why_not(self, mask: MaskSize) -> str | None:
-        """The reason why a mask does not fit; None if it fits."""
+    def shortage(self, mask: MaskSize) -> tuple[str, float] | None:
+        """Why a mask does not fit, and the headroom (`Capture.mask`) with which it would; None if it fits."""
 
-    def take(self, mask: MaskSize) -> list[tuple[Tensor, Tensor]]:
+    def take(self, mask: MaskSize, content: int) -> list[tuple[Tensor, Tensor]]:
         """Sets the numbers of a mask that fits; returns the tables to copy: source and target of each."""
+
+    def capture(self) -> int:
+        """Number of the CUDA graph that captures a call now; 0 if none does."""
+
+    def reading(self) -> Any:
+        """The `megatron_magi.backends.readings.Reading` of a forward that is called now."""
 
 
 class ChangingMemory(Protocol):
     """Numbers of changing masks on a device, which captured launches read. These must not overlap."""
+
+    def take_failure(self) -> bool:
+        """Whether a backward since the last call found another mask than its forward read; does not wait for it."""
 
     def send(self) -> None:
         """Queues the copy of all numbers on the current stream."""
@@ -449,38 +464,6 @@ class ChangingBands(np.ndarray):
 def is_changing(bands: np.ndarray) -> TypeGuard[ChangingBands]:
     """Whether ``bands`` represents a mask that changes."""
     return isinstance(bands, ChangingBands) and bands.mask is not None
-
-
-_LOADED = (
-    "key: a static key, or static plans, were given another mask between a forward and its backward, which would "
-    "compute with that; load after the backward"
-)
-
-
-def loads_of_forward(bands: np.ndarray) -> int:
-    """How often the mask of a forward was loaded, for `check_loads` in its backward; 0 of masks that do not change.
-
-    A forward inside of a backward is that of a checkpoint: it repeats one that kept nothing by which it could be told.
-    So it is compared with the last forward elsewhere.
-
-    Raises:
-        RuntimeError: it repeats a forward, and the mask was loaded after the last one. A forward of a later mask in
-            between hides that.
-    """
-    if not is_changing(bands):
-        return 0
-    mask = bands.mask
-    if torch._C._current_graph_task_id() < 0:
-        mask.loads_read = mask.num_loads
-    elif mask.loads_read not in (None, mask.num_loads):
-        raise RuntimeError(_LOADED)
-    return mask.num_loads
-
-
-def check_loads(bands: np.ndarray, loads: int) -> None:
-    """Raises RuntimeError in a backward if its mask was loaded after the forward; ``loads``: `loads_of_forward`."""
-    if is_changing(bands) and bands.mask.num_loads != loads:
-        raise RuntimeError(_LOADED)
 
 
 def refuse_tables_in_graph(device: torch.device, impl: str) -> None:

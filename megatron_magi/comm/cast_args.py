@@ -105,6 +105,7 @@ class GroupCastArgs:
         most: see `CastFacts`.
         host: the arrays on the CPU, from which the rest is derived; None if nothing is left to derive.
         is_static: the contents of the arrays change, see `megatron_magi.comm.static_args`.
+        usual: of arguments that change: the most rows of any rank that are received of the samples; else None.
         ways: cache of implementations, by group and ``impl``, filled in the first call. Entries live as long as the
             group, as plans may keep the arguments longer.
         launches: cache of prepared launches, by implementation; likewise.
@@ -118,6 +119,7 @@ class GroupCastArgs:
     most: MostRows | None
     host: CastTables | None
     is_static: bool = False
+    usual: int | None = None
     ways: WeakKeyDictionary[Any, dict] = field(default_factory=WeakKeyDictionary, repr=False)
     launches: WeakKeyDictionary[Any, dict] = field(default_factory=WeakKeyDictionary, repr=False)
 

@@ -30,6 +30,7 @@ class StaticArgs:
         num_ranks: ranks of the group.
         device: of the tables.
         headroom: capacity as a multiple of the rows sent there; never more than the other ranks have.
+        own: rows, of which ``headroom - 1`` times as many are capacity in addition.
 
     Attributes:
         args: the arguments of the loaded microbatch, for impl ``native``. ``num_recv`` is the most received rows.
@@ -37,13 +38,21 @@ class StaticArgs:
     """
 
     def __init__(
-        self, samples: Sequence[GroupCastArgs], num_rows: int, num_ranks: int, device: torch.device, headroom: float
+        self,
+        samples: Sequence[GroupCastArgs],
+        num_rows: int,
+        num_ranks: int,
+        device: torch.device,
+        headroom: float,
+        own: int = 0,
     ) -> None:
         most_of = [args.most for args in samples if args.most is not None]
         assert len(most_of) == len(samples), "built with peers"
+        self._longest, self._own = 0, own
 
         def room(counts: Iterable[int]) -> int:
-            return min(math.ceil(max(counts, default=0) * headroom) + TAIL_ROWS, (num_ranks - 1) * num_rows)
+            self._longest = max(self._longest, most := max(counts, default=0))
+            return min(math.ceil((most + own) * headroom) - own + TAIL_ROWS, (num_ranks - 1) * num_rows)
 
         most = MostRows(num_rows, room(most.received for most in most_of), room(most.sent for most in most_of))
         num_send = room(
@@ -64,21 +73,26 @@ class StaticArgs:
             most=most,
             host=None,
             is_static=True,
+            usual=max((most.received for most in most_of), default=0),
         )
         known = vars(self.args)  # where cached properties store their values
         known["recv_position"], known["arrivals"] = tables[2], Arrivals(*tables[3:], ())
         known["peers"] = PeerTables(*peers)
         self.tail = self._numbers[:TAIL_ROWS].clone()
 
-    def why_not(self, args: GroupCastArgs | None) -> str | None:
-        """The reason why other arguments of the group do not fit; None if they fit."""
+    def shortage(self, args: GroupCastArgs | None) -> tuple[str, float] | None:
+        """Why other arguments of the group do not fit, and the headroom with which they would (inf if with none); None
+        if they fit.
+        """
         if args is None:
             return None
         assert args.most is not None and self.args.most is not None
-        for count, room in ((args.num_send, self._num_send), *zip(args.most, self.args.most, strict=True)):
-            if count > room:
-                return f"{count} rows travel, there is room for {room}"
-        return None
+        pairs = (args.num_send, self._num_send), *zip(args.most, self.args.most, strict=True)
+        short = [(count, room) for count, room in pairs if count > room]
+        if not short:
+            return None
+        (count, room), longest = max(short), self._longest + self._own
+        return f"{count} rows travel, there is room for {room}", (count + self._own) / longest if longest else math.inf
 
     def take(self, args: GroupCastArgs | None) -> list[tuple[Tensor, Tensor]]:
         """The copies that load other arguments, as sources and targets; ``None``: no row is sent."""

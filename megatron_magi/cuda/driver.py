@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.profiling import profiled_kernel
+from megatron_magi.runtime.graph_capture import is_capturing
 
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7}
@@ -35,6 +36,7 @@ def _libcuda() -> ctypes.CDLL:
     pointer = ctypes.c_void_p
     library.cuLaunchKernelEx.argtypes = [pointer] * 4
     library.cuTensorMapReplaceAddress.argtypes = [pointer, pointer]
+    library.cuStreamGetCaptureInfo_v2.argtypes = [pointer] * 6
     library.cuCtxPushCurrent_v2.argtypes = library.cuCtxSetCurrent.argtypes = [pointer]
     return library
 
@@ -79,6 +81,17 @@ def check(status: int, what: str) -> None:
         text = ctypes.c_char_p()
         _libcuda().cuGetErrorString(status, ctypes.byref(text))
         raise RuntimeError(f"{what}: CUDA error {status}, {(text.value or b'unknown').decode()}")
+
+
+def capture_of(device: torch.device) -> int:
+    """Number of the CUDA graph that captures the current stream of a device; 0 if none does."""
+    if not is_capturing(device):
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    found = ctypes.byref(status), ctypes.byref(number), None, None, None
+    check(_libcuda().cuStreamGetCaptureInfo_v2(stream, *found), "asking for the graph that is captured")
+    return number.value
 
 
 class _Attribute(ctypes.Structure):

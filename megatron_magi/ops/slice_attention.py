@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.backends.base import check_loads, is_changing, loads_of_forward
+from megatron_magi.backends.base import is_changing
+from megatron_magi.backends.readings import check_reading, reading_of_forward
 from megatron_magi.checks import flag
 from megatron_magi.mask import AttnMask
 from megatron_magi.operands.finite import describe_by_bands, require_finite
@@ -22,7 +23,7 @@ from megatron_magi.ops.slice_passes import attend as attend_forward
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, call: SliceCall):
-        ctx.num_loads = loads_of_forward(call.bands)
+        ctx.reading = reading_of_forward(call.bands, has_gradients=True)
         (out, lse, max_logits), ctx.program = attend_forward(q, k, v, sink, call)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.call = call
@@ -36,11 +37,11 @@ class _SliceAttention(torch.autograd.Function):
         if dout is None:
             return (None,) * 5
         q, k, v, sink, out, lse = saved
-        check_loads(ctx.call.bands, ctx.num_loads)
+        read = check_reading(ctx.call.bands, ctx.reading)
         if ctx.call.options.sanity_check:
             require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(ctx.call.bands))
         wanted = sink if ctx.needs_input_grad[3] else None
-        grads = attend_back(dout, (q, k, v), wanted, out, lse, ctx.call, ctx.program)
+        grads = attend_back(dout, (q, k, v), wanted, out, lse, ctx.call, ctx.program, read)
         return *grads, None
 
 
@@ -130,6 +131,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: SliceCall
     if wanted and torch.is_grad_enabled():
         out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, call)
     else:
-        loads_of_forward(call.bands)
+        reading_of_forward(call.bands, has_gradients=False)
         (out, lse, max_logits), _ = attend_forward(q, k, v, sink, call)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)

@@ -228,8 +228,9 @@ def attend_back(
     lse: Tensor,
     call: SliceCall,
     program: Program | None,
+    read: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and of the sink, None if not wanted; the backward of `attend`."""
+    """Gradients of q, k, v and of the sink, None if not wanted; the backward of `attend`; ``read``: `check_reading`."""
     (q, k, v), (bands, options, impl, _) = qkv, call
     found = None
     if program is not None:
@@ -240,6 +241,8 @@ def attend_back(
         backend = resolve_impl(impl, q, v, options, (bands,))
         delta = None if backend.takes_out and sink is None else row_delta(dout, out, impl)
         inputs, hints = BackwardInputs(q, k, v, dout, lse, delta), {"out": out} if backend.takes_out else {}
+        if read is not None:
+            hints["read"] = read
         dq, dk, dv = backward_pass(inputs, bands, options, backend, (None, None, None), q.dtype, **hints)
     if sink is None:
         return dq, dk, dv, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_magi.attention import StaticPlans, load_together, prepare_batch
+from megatron_magi.attention import StaticPlans, fused_comm, load_together, prepare_batch
 from megatron_magi.attention.collective_args import cleared, plan_casts
 from megatron_magi.attention.travel import travel_args
 from megatron_magi.comm import group_collective, peers, transport
@@ -86,8 +87,12 @@ def test_where_nothing_travels_at_first_there_is_room_for_what_travels_in_sample
     )
     assert not nothing[0].degree and causal[0].degree == 1
     for rank in range(num_ranks):
-        alone = StaticPlans({0: nothing[rank]}, CPU)
-        assert "rows travel, there is room for 256" in alone._static[0].why_not(causal[rank])
+        alone = StaticPlans({0: nothing[rank]}, CPU, headroom=1)
+        reason = alone._static[0].why_not(causal[rank])
+        assert re.search("rows travel, there is room for 256; .*, or with headroom=(.*)$", reason)
+        headroom = float(reason.rpartition("=")[2])
+        roomy = StaticPlans({0: nothing[rank]}, CPU, headroom=headroom)
+        assert roomy._static[0].why_not(causal[rank]) is None
         static = StaticPlans({0: nothing[rank]}, CPU, samples=[{0: causal[rank]}])
         (own,) = plan_casts(static.plans[0], CPU)
         assert not any(t.any() for t in _arrays(own)), "the first is loaded"
@@ -335,7 +340,8 @@ def test_moves_are_those_of_the_plan_that_was_loaded(num_ranks):
     few = [[*range(64, 512)], [*range(64), *range(512, 1024)], [*range(1024, total)]][:num_ranks]
     few_travel = make_plan(builders.causal(total), config, num_ranks, home, given_dispatch(few, total, num_ranks))
     narrow = StaticPlans({0: few_travel.for_rank(0)}, CPU, headroom=1, queries="travel")
-    assert narrow._static[0].why_not(plans[2].for_rank(0)) == "512 rows travel, there is room for 320"
+    reason, advice = narrow._static[0].why_not(plans[2].for_rank(0)).split("; ")
+    assert reason == "512 rows travel, there is room for 320" and advice.endswith("or with headroom=8.0")
 
 
 def replay_on_ranks(
@@ -527,3 +533,26 @@ def stay_away(rank: int, num_ranks: int, overlap: OverlapConfig) -> None:
 @by_stages_or_not
 def test_a_replay_that_waits_for_a_rank_which_does_not_come_ends_and_the_next_load_names_it(num_ranks, overlap):
     run_ranks(stay_away, num_ranks, overlap, backend="nccl", timeout_s=60)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_there_is_room_for_rows_of_other_masks_of_one_kind(num_ranks):
+    """Also where the first one fetches next to nothing."""
+    total = 1024 * num_ranks
+    windows = [builders.sliding_window(total, width, 0) for width in (1, 30, 200, 1000)]
+    for masks in (windows, [documents(seed, 16, total) for seed in range(4)]):
+        static = StaticPlans({0: shards_of(masks[0], num_ranks)[0]}, CPU)
+        for mask in masks[1:]:
+            assert static._static[0].why_not(shards_of(mask, num_ranks)[0]) is None
+
+
+def test_a_forward_of_several_ranks_is_one_launch_where_that_of_the_first_mask_is():
+    """Whatever the headroom: more memory than is used makes nothing slower."""
+    plan = shards_of(builders.sliding_window(4096, 8, 0), 4)[0]
+    (eager,), (static,) = (plan_casts(x, CPU) for x in (plan, StaticPlans({0: plan}, CPU, headroom=8).plans[0]))
+    most = eager.most.received
+    assert 4 * most < static.most.received
+    k = torch.empty(1, fused_comm._MOST_FORWARD_BYTES // (2 * most), 1, dtype=torch.int8)
+    for args in (eager, static):
+        transfer = fused_comm.Fetched(args, lambda: None, "native")
+        assert transfer.forward_pays(k, k) and not transfer.forward_pays(k, k.half())

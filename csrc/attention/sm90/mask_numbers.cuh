@@ -10,8 +10,8 @@
 struct MaskNumbers {
   int num_tiles, num_items, num_split;  // num_split: the first tiles, whose dK and dV are accumulated in device memory
   int step, heads_inner;
-  int num_arriving;  // keys that arrive while the kernel runs (STREAM_KV)
-  int unused[2];
+  int num_arriving;   // keys that arrive while the kernel runs (STREAM_KV)
+  long long content;  // identifies the mask
 };
 
 // `p`: parameters with a TilePlan named plan.

@@ -1,5 +1,6 @@
 // Prepares the backward: transposes lse and delta to [heads, rows], or for packs of 2, 4 or 8 heads to [packs, rows,
-// heads of a pack], and zeroes the sums to which it adds.
+// heads of a pack], and zeroes the sums to which it adds. CAPTURED: if another mask is loaded than the forward read, it
+// makes them, and with them all gradients, NaN, and tells the host.
 //
 // Compile-time: CAPTURED (mask_numbers.cuh), DELTA (0 or 1: also computes delta, see row_dots.cuh; then HEAD_DIM_V,
 // DTYPE).
@@ -34,6 +35,8 @@ struct PreprocessParams {
                    // after all inputs were complete. Kernels that wait for the end of this one wait for both
 #if CAPTURED
   const MaskNumbers* numbers;  // num_key_sums is then per tile
+  const i64* read;             // MaskNumbers::content when the forward ran
+  int* failed;                 // in memory of the host
 #endif
 #if DELTA
   const u32 *dout, *out;
@@ -58,8 +61,18 @@ DEVICE void fill_zeros(float4* to, i64 count) {
     to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
+// Whether another mask is loaded than the forward read.
+DEVICE bool is_other_mask(const PreprocessParams& p) {
+#if CAPTURED
+  return *p.read != __ldg(&p.numbers->content);
+#else
+  return false;
+#endif
+}
+
 // One thread block: kTileRows rows of kTileHeads heads.
 DEVICE void transpose_stats(const PreprocessParams& p, int row0, int head0) {
+  const bool is_other = is_other_mask(p);
   __shared__ float2 tile[kTileRows][kTileHeads + 1];
   for (int i = threadIdx.x; i < kTileRows * kTileHeads; i += 256) {
     const int row = row0 + i / kTileHeads, head = head0 + i % kTileHeads;
@@ -95,9 +108,10 @@ DEVICE void transpose_stats(const PreprocessParams& p, int row0, int head0) {
     const int row = in_pack >> p.log2_packed, head = (pack << p.log2_packed) + in_pack - (row << p.log2_packed);
     if (head0 + head >= p.num_heads) continue;
     const i64 at = static_cast<i64>((head0 >> p.log2_packed) + pack) * p.stats_row + (row0 << p.log2_packed) + in_pack;
-    const float lse = tile[row][head].x, delta = tile[row][head].y;
+    const float lse = is_other ? __int_as_float(0x7fffffff) : tile[row][head].x, delta = tile[row][head].y;
     if (p.split != 0.f) {
-      const uint2 a = split_in_three(p.split * lse), b = split_in_three(delta);
+      const uint2 b = split_in_three(delta);
+      const uint2 a = is_other ? make_uint2(0x7fff7fff, 0x7fff) : split_in_three(p.split * lse);
       reinterpret_cast<uint4*>(p.lse_out)[at] = make_uint4(a.x, a.y | b.x << 16, b.x >> 16 | b.y << 16, 0);
     } else {
       p.lse_out[at] = lse;
@@ -118,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(256) ffa_preprocess(const __grid_co
   if (block < tiles * sections) transpose_stats(p, block / sections * kTileRows, block % sections * kTileHeads);
   fill_zeros(p.sums, p.num_sums);
 #if CAPTURED
+  if (block == 0 && threadIdx.x == 0 && is_other_mask(p)) *static_cast<volatile int*>(p.failed) = 1;
   fill_zeros(p.key_sums, p.num_key_sums * __ldg(&p.numbers->num_split));
 #else
   fill_zeros(p.key_sums, p.num_key_sums);

@@ -122,6 +122,7 @@ def backward(
     *,
     program: LaunchProgram | None = None,
     shared: SharedSums | None = None,
+    read: Tensor | None = None,
 ) -> None:
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.
 
@@ -131,7 +132,7 @@ def backward(
     need an fp32 dk and dv if SMs would otherwise idle.
 
     ``program`` as in `forward`. With ``shared`` this is one of several passes, of which the last writes dq, whatever
-    ``grads`` says.
+    ``grads`` says. ``read`` as of `megatron_magi.backends.base.Program.backward`.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
@@ -147,7 +148,7 @@ def backward(
     if program is None:
         program = _program_of(q, k, v, bands, options)
     dout, lse, delta = in_dtype(dout, q.dtype), in_dtype(lse, torch.float32), in_dtype(delta, torch.float32)
-    program.backward_stage(BackwardInputs(q, k, v, dout, lse, delta), grads, options, shared)
+    program.backward_stage(BackwardInputs(q, k, v, dout, lse, delta), grads, options, shared, read)
 
 
 def sums_meet(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[np.ndarray], num_keys: Sequence[int], options) -> bool:

@@ -62,7 +62,8 @@ class BackwardSteps:
 
     Hold `stream_lock` while they are queued: each assumes that the kernels before the one before it are complete. Their
     addresses are ``q``, ``k``, ``v``, ``dout``, ``out`` or ``delta``, ``lse``, ``dq``, ``dk``, ``dv``, ``stats`` and
-    ``scratch``, and with ``out`` also ``delta`` if wanted; their numbers are those of a mask and of `scratch`.
+    ``scratch``, with ``out`` also ``delta`` if wanted, and ``read`` of masks that change. Their numbers are those of a
+    mask and of `scratch`.
 
     Args:
         inputs: tensors of the layout of the calls, or the layouts: q, k, v and dout in one dtype, as TMA can load them,
@@ -170,7 +171,9 @@ class BackwardSteps:
             given = ["lse", "dout", "out", *(["delta"] if self._wants_delta else [])]
         fields: dict[str, Place] = {name: (name, 0) for name in given}
         fields |= {"lse_out": _STATS, "delta_out": _MINUS_DELTA}
-        numbers = {"numbers": "keys.numbers"} if captured else {}
+        numbers: dict[str, str] = {}
+        if captured:
+            numbers, fields["read"] = {"numbers": "keys.numbers", "failed": "keys.failed"}, ("read", 0)
         if adds_dq:
             fields |= {"sums": _SUMS, "key_sums": self._key_sums}
             numbers["num_key_sums"] = "key_sums.vectors"

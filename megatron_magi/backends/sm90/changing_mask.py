@@ -20,19 +20,28 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.base import ChangingBands, MaskSize, copy_tables, refuse_capture
+from megatron_magi.backends.readings import Reading, Readings
 from megatron_magi.backends.sm90 import mask_numbers as of_mask
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
+from megatron_magi.backends.sm90.schedule import most_items
 from megatron_magi.backends.sm90.support import COUNTER_BYTES
+from megatron_magi.cuda import driver
 from megatron_magi.mask import bands as bd
 from megatron_magi.runtime.upload import when_there
 
 _NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner", "num_arriving")
-"""Fields of MaskNumbers (`mask_numbers.cuh`), in its order."""
+"""Fields of MaskNumbers (`mask_numbers.cuh`), in its order; the content follows, of two words."""
 _NUMBERS_WORDS = 8
-_MOST_NUMBERS = 256
+_CONTENT_BYTES = 4 * len(_NUMBERS)
+_MOST_NUMBERS = 512
 _SPARE_TILES = 64
 """Extra tiles, in addition to the headroom, as small masks differ more."""
+_TILE_PASSES = 8
+"""Passes for which there is room in each tile at least: documents and windows have 1 on average, random prefix trees of
+2 to 500 nodes 1 to 3.4, binary ones of 511 nodes 5.
+"""
+_TILE_WORDS, _PASS_WORDS = 4, 8
 
 
 class StaticMemory:
@@ -48,6 +57,9 @@ class StaticMemory:
         self._host = np.zeros((_MOST_NUMBERS, _NUMBERS_WORDS), dtype=np.int32)
         self._numbers = torch.zeros(_MOST_NUMBERS, _NUMBERS_WORDS, dtype=torch.int32, device=device)
         self._counters = torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
+        self._failed = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        self._failed_here = self._failed.numpy()
+        self._copies: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
         self._num_used = 0
 
     def take(self) -> int:
@@ -61,14 +73,40 @@ class StaticMemory:
 
     def fields(self, place: int, second: bool) -> dict[str, int]:
         """Parameters of a launch that reads the numbers at a place."""
+        numbers = self._numbers.data_ptr() + 4 * _NUMBERS_WORDS * place
         return {
-            "numbers": self._numbers.data_ptr() + 4 * _NUMBERS_WORDS * place,
+            "numbers": numbers,
+            "content": numbers + _CONTENT_BYTES,
+            "failed": self._failed.data_ptr(),
             "counter": self._counters.data_ptr() + COUNTER_BYTES * second,
         }
 
-    def set(self, place: int, numbers: Sequence[int]) -> None:
+    def set(self, place: int, numbers: Sequence[int], content: int) -> None:
         """Sets numbers on the host; `send` brings them to the device."""
         self._host[place, : len(_NUMBERS)] = numbers
+        self._host[place, len(_NUMBERS) :].view(np.int64)[0] = content
+
+    def capture(self) -> int:
+        """See `megatron_magi.backends.base.ChangingMask`."""
+        return driver.capture_of(self._numbers.device)
+
+    def reading(self, place: int, content: int) -> Reading:
+        """What a forward reads that is called now, if ``content`` was loaded at a place."""
+        capture = self.capture()
+        if not capture:
+            return Reading(content)
+        copy = self._copies.get((capture, place))
+        if copy is None:  # once in a graph
+            words = self._numbers[place, len(_NUMBERS) :]
+            copy = self._copies[capture, place] = words.view(torch.int64).clone()
+        return Reading(content, capture, copy)
+
+    def take_failure(self) -> bool:
+        """See `megatron_magi.backends.base.ChangingMemory`."""
+        failed = bool(self._failed_here[0])
+        if failed:
+            self._failed_here[0] = 0
+        return failed
 
     def send(self) -> None:
         """Queues the copy of all numbers on the current stream."""
@@ -93,6 +131,7 @@ class _StaticPlan(DevicePlan):
         mask: the mask to which they belong.
         numbers: places of the numbers for all tiles, and for tiles that see something.
         of_schedule: likewise of schedules, by their key.
+        longest: lengths of the longest tiles, passes and bounds of the samples.
     """
 
     is_static: ClassVar[bool] = True
@@ -100,6 +139,7 @@ class _StaticPlan(DevicePlan):
     mask: weakref.ref[StaticMask] | None = None
     numbers: tuple[int, int] = (0, 0)
     of_schedule: dict[tuple, int] = field(default_factory=dict)
+    longest: tuple[int, ...] = ()
 
     def hold_for_stream(self) -> None:
         """Does nothing: tables are loaded on the stream that reads them, and live as long as this object."""
@@ -128,7 +168,7 @@ class StaticMask:
     run, and bands are indexed as described in `mask_numbers`.
 
     Attributes:
-        backend, facts, num_loads, loads_read: see `megatron_magi.backends.base.ChangingMask`.
+        backend, facts, content, readings, device: see `megatron_magi.backends.base.ChangingMask`.
         digest: identifies this object, independent of its current mask.
         memory: as given.
     """
@@ -144,11 +184,11 @@ class StaticMask:
         num_own: int | None = None,
     ) -> None:
         typical = next((sample.bands for sample in samples if len(sample.bands)), samples[0].bands)
-        self.backend, self.num_loads, self.loads_read = "ffa", 0, None
+        self.backend, self.content, self.readings = "ffa", 0, Readings()
         self.digest, self.facts = os.urandom(16), hopper_plan.mask_facts(typical)
-        self.memory = memory
+        self.memory, self._place = memory, memory.take()
         self._samples, self._now = samples, samples[0]
-        self._device, self._headroom = device, headroom
+        self.device, self._headroom = device, headroom
         self._shape, self._num_own = (most_rows, most_keys), num_own
         self._plans: dict[Tiling, _StaticPlan] = {}
         self._refits: dict[Tiling, Refit] = {}
@@ -179,46 +219,57 @@ class StaticMask:
             refit: its counterpart for a mask of which fewer keys arrive.
         """
         if tiling not in self._plans:
-            refuse_capture(self._device)
+            refuse_capture(self.device)
             self._refits[tiling] = refit
             source = self._source(tiling, self._now)
             places = self.memory.take(), self.memory.take()
-            room = _with_room(self._sources(tiling), tiling, self._headroom)
-            made = _StaticPlan(*room, tiling=tiling, mask=weakref.ref(self), numbers=places)
+            sources = self._sources(tiling)
+            room, longest = _with_room(sources, tiling, self._headroom), _longest(sources)
+            made = _StaticPlan(*room, tiling=tiling, mask=weakref.ref(self), numbers=places, longest=longest)
             self._plans[tiling] = made
             self._copy(self._tables(made, source))
         return self._plans[tiling]
 
     def make_schedule(self, plan: _StaticPlan, key: hopper_plan.ScheduleKey) -> DeviceSchedule:
         """A schedule of a plan with room, for `_StaticPlan`."""
-        refuse_capture(self._device)
+        refuse_capture(self.device)
         assert plan.tiling is not None
         source = self._source(plan.tiling, self._now)
-        length = max(len(hopper_plan.schedule_of(sample, *key).items) for sample in self._sources(plan.tiling))
-        most = math.ceil(length * self._headroom) + _SPARE_TILES * key[0]
+        most_tiles, rows = _lengths(plan)[0] // _TILE_WORDS, self._shape[0] * plan.tiling.packed
+        most = most_items(most_tiles, rows, *key)
         most_split = key[3] if key[1] > 1 else 0  # only query heads that share a key head are split
         made = DeviceSchedule(hopper_plan.schedule_of(source, *key).items.new_zeros(most, 4), most_split)
         plan.schedules[key], plan.of_schedule[key] = made, self.memory.take()
         self._copy(self._tables(plan, source))
         return made
 
-    def why_not(self, mask: MaskSize) -> str | None:
-        """The reason why a mask does not fit; None if it fits."""
+    def shortage(self, mask: MaskSize) -> tuple[str, float] | None:
+        """Why a mask does not fit, and the headroom with which it would; None if it fits."""
+        found: list[tuple[str, float]] = []
         for plan, source in self._pairs(mask):
-            parts = zip(("tiles", "passes", "bounds"), _lengths(source), _lengths(plan), strict=True)
-            items = (
-                ("items", hopper_plan.schedule_of(source, *key).items.shape[0], room.items.shape[0])
-                for key, room in plan.schedules.items()
+            parts = zip(("tiles", "passes", "bounds"), _lengths(source), _lengths(plan), plan.longest, strict=True)
+            of_schedules = (
+                ("items", len(hopper_plan.schedule_of(source, *key).items), len(made.items))
+                for key, made in plan.schedules.items()
             )
-            for name, length, room in (*parts, *items):
+            items = ((name, length, room, room / self._headroom) for name, length, room in of_schedules)
+            for name, length, room, longest in (*parts, *items):
                 if length > room:
-                    return f"its table of {name} is {length} long, there is room for {room}"
-        return None
+                    found.append((f"its table of {name} is {length} long, there is room for {room}", length / longest))
+        return (found[0][0], max(least for _, least in found)) if found else None
 
-    def take(self, mask: MaskSize) -> list[Table]:
+    def capture(self) -> int:
+        """See `megatron_magi.backends.base.ChangingMask`."""
+        return self.memory.capture()
+
+    def reading(self) -> Reading:
+        """See `megatron_magi.backends.base.ChangingMask`."""
+        return self.memory.reading(self._place, self.content)
+
+    def take(self, mask: MaskSize, content: int) -> list[Table]:
         """Sets the numbers of a mask that fits; returns the tables to copy."""
-        self._now = mask
-        self.num_loads += 1
+        self._now, self.content = mask, content
+        self.memory.set(self._place, (0,) * len(_NUMBERS), content)
         tables = []
         for plan, source in self._pairs(mask):
             source.hold_for_stream()
@@ -239,19 +290,20 @@ class StaticMask:
             tiling = tiling._replace(num_rows=max(mask.num_keys, 1))
         if not tiling.is_backward:
             tiling = tiling._replace(num_rows=mask.num_rows)
-        return hopper_plan.device_plan(mask.bands, tiling, self._device)
+        return hopper_plan.device_plan(mask.bands, tiling, self.device)
 
     def _tables(self, plan: _StaticPlan, source: DevicePlan) -> list[Table]:
         """Sets the numbers of a plan and its schedules, and returns its tables."""
         host = source.host
         num_arriving = 0 if self._num_own is None else self._now.num_keys - self._num_own
         common = host.step, int(host.heads_inner), num_arriving
-        self.memory.set(plan.numbers[0], (host.num_tiles, 0, 0, *common))
-        self.memory.set(plan.numbers[1], (int(np.count_nonzero(host.costs)), 0, 0, *common))
+        self.memory.set(plan.numbers[0], (host.num_tiles, 0, 0, *common), self.content)
+        self.memory.set(plan.numbers[1], (int(np.count_nonzero(host.costs)), 0, 0, *common), self.content)
         tables = list(zip(_parts(source), _parts(plan), strict=True))
         for key, room in plan.schedules.items():
             made = hopper_plan.schedule_of(source, *key)
-            self.memory.set(plan.of_schedule[key], (host.num_tiles, len(made.items), made.num_split, *common))
+            numbers = host.num_tiles, len(made.items), made.num_split, *common
+            self.memory.set(plan.of_schedule[key], numbers, self.content)
             tables.append((made.items.view(-1), room.items.view(-1)))
         return tables
 
@@ -276,14 +328,19 @@ def _lengths(plan: DevicePlan) -> tuple[int, int, int]:
     return passes, bounds - passes, plan.memory.shape[0] - bounds
 
 
+def _longest(sources: Sequence[DevicePlan]) -> tuple[int, ...]:
+    """The longest of each part."""
+    return tuple(map(max, zip(*map(_lengths, sources), strict=True)))
+
+
 def _with_room(sources: Sequence[DevicePlan], tiling: Tiling, headroom: float) -> tuple[HostPlan, Tensor]:
     """Allocates tables with headroom over these, and makes a plan on the host."""
     host = sources[0].host
-    most_tiles = math.ceil(max(source.host.num_tiles for source in sources) * headroom) + _SPARE_TILES
-    passes = max(_lengths(source)[1] // 8 for source in sources)
-    most_passes = math.ceil(passes * headroom) + 2 * _SPARE_TILES
+    tiles, passes = (n // words for n, words in zip(_longest(sources), (_TILE_WORDS, _PASS_WORDS), strict=False))
+    most_tiles = math.ceil(tiles * headroom) + _SPARE_TILES
+    most_passes = max(math.ceil(passes * headroom), _TILE_PASSES * tiles) + 2 * _SPARE_TILES
     rows = tiling.shape[0] if tiling.is_backward else tiling.shape[0] // tiling.packed
-    sizes = 4 * most_tiles, 8 * most_passes, 2 * rows * most_passes + 4
+    sizes = _TILE_WORDS * most_tiles, _PASS_WORDS * most_passes, 2 * rows * most_passes + 4
     costs = np.ones(most_tiles, dtype=np.int64)
     costs[: host.num_tiles] = host.costs
     offsets = (0, 4 * sizes[0], 4 * (sizes[0] + sizes[1]))

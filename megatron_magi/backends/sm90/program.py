@@ -95,6 +95,16 @@ class BoundLaunches:
         self.tables: Mapping[str, DevicePlan] = {} if read is None else read.plans
         self.num_bytes = sum(plan.num_bytes for plan in self.tables.values())
         self.use: Use | None = None
+        self._content = numbers.get("keys.content")
+
+    def expected(self, read: Tensor | None) -> tuple[int, ...]:
+        """Address of the content that the forward of a backward read: by default what is loaded; nothing if masks do
+        not change.
+        """
+        if self._content is None:
+            assert read is None, "of masks that change"
+            return ()
+        return (self._content if read is None else read.data_ptr(),)
 
     def holds(self) -> bool:
         """Whether it is still valid."""
@@ -295,6 +305,7 @@ class LaunchProgram:
         options: AttnOptions,
         partial: torch.dtype,
         wants_delta: bool,
+        read: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
         """Gradients of q, in its dtype, and of k and v, in dtype ``partial``, and delta; None as in `forward`,
         or for head dims whose backward runs in stages.
@@ -307,6 +318,7 @@ class LaunchProgram:
             partial: dtype of each rank's partial gradients of k and v, both those that are sent and this rank's own;
                 parts are summed in fp32 and rounded once.
             wants_delta: also return ``rowsum(dout * out)``, fp32 ``[num_rows, num_heads]``.
+            read: see `megatron_magi.backends.base.Program`.
         """
         q, k, v = qkv
         if not backward_pays((q.shape[2], v.shape[2])):
@@ -338,7 +350,8 @@ class LaunchProgram:
             dv.zero_()
         else:
             rest = (t.data_ptr() for t in (q, k, v, dout, lse, dq, out, *(() if delta is None else (delta,))))
-            _attend_back(known.queue, (memory, *of_keys, memory, *rest), q, v, self.bands)
+            addresses = memory, *of_keys, memory, *rest, *known.expected(read)
+            _attend_back(known.queue, addresses, q, v, self.bands)
         if known.later is None and known.form is None:
             known.queue(memory, *of_keys, part=1)
         if known.later is not None:
@@ -349,7 +362,12 @@ class LaunchProgram:
         return dq, dk, dv, delta
 
     def backward_stage(
-        self, inputs: BackwardInputs, grads: Gradients, options: AttnOptions, shared: SharedSums | None
+        self,
+        inputs: BackwardInputs,
+        grads: Gradients,
+        options: AttnOptions,
+        shared: SharedSums | None,
+        read: Tensor | None = None,
     ) -> None:
         """Writes gradients to ``grads``, or adds to them.
 
@@ -358,6 +376,7 @@ class LaunchProgram:
             grads: of any dtypes and layouts.
             options: of the call.
             shared: sums of dq, to which this pass adds.
+            read: see `megatron_magi.backends.base.Program`.
         """
         assert inputs.k.shape[0] == self.num_keys
         part = back.WHOLE
@@ -382,7 +401,8 @@ class LaunchProgram:
             shared.left -= 1
         q, k, v, dout, lse, delta = inputs
         of_keys = scratch.data_ptr(), buffers[1].data_ptr(), buffers[2].data_ptr(), memory.data_ptr()
-        known.queue(*of_keys, *[t.data_ptr() for t in (q, k, v, dout, lse, buffers[0], delta)])
+        rest = [t.data_ptr() for t in (q, k, v, dout, lse, buffers[0], delta)]
+        known.queue(*of_keys, *rest, *known.expected(read))
         if targets is not None:
             targets.finish(grads, buffers, has_dq=part.is_last)
 
@@ -511,7 +531,7 @@ class LaunchProgram:
             numbers |= read.numbers
             numbers |= kernels.scratch(numbers["key_sums"], numbers["num_scratch"])
             slots += "stats", "q", "k", "v", "dout", "lse", "dq", *(("delta",) if out is None else ("out",))
-            slots += ("delta",) if wants_delta else ()
+            slots += (*(("delta",) if wants_delta else ()), *(("read",) if form.captured else ()))
 
         def steps() -> list[list[Step]]:
             return [moving, home] if kernels is None else [kernels.steps()]

@@ -27,6 +27,7 @@ from megatron_magi.backends.sm90 import cpp_tables, tuning
 from megatron_magi.backends.tiles import cpp_tiles
 
 _QUERIES, _SLACK = 64, 208  # queries of a block; tolerance in columns for where tiles of one document end
+_SPARE_BLOCKS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +116,26 @@ def make_schedule(
     work = _Work(starts, costs, heads_kv, group, num_sms)
     made = _best_schedule(work, max_split, long_tile, narrow)
     return made if own is None else local_first(made, costs, group, starts < own[0], own[1])
+
+
+def most_items(
+    num_tiles: int, num_rows: int, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool
+) -> int:
+    """Most items of `make_schedule`, whatever the mask, if no tile has more than `_SPARE_BLOCKS` partial blocks.
+
+    Args:
+        num_tiles: most tiles.
+        num_rows: queries, times the heads of a pack.
+        heads_kv, group, num_sms, max_split, narrow: as of `make_schedule`.
+    """
+    if not max_split:
+        return num_tiles * heads_kv
+    longest = -(-num_rows // _QUERIES) + _SPARE_BLOCKS
+    # Pieces of all tiles of a head besides the first ones: for their length, and for the cache (`_piece`).
+    pieces = num_tiles * longest // tuning.PIECE_BLOCKS
+    pieces += 2 * num_sms * longest * _QUERIES * _query_bytes(narrow) // tuning.L2_BYTES + 1
+    last = num_sms * (longest // tuning.LEAST_PIECE_BLOCKS)  # of `_cut_last`
+    return heads_kv * group * (num_tiles + pieces) + last
 
 
 def _best_schedule(work: _Work, max_split: int, long_tile: int, narrow: bool) -> Schedule:

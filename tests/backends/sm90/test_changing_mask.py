@@ -10,6 +10,7 @@ from megatron_magi.backends.base import MaskSize
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.changing_mask import StaticMask, StaticMemory, _parts
 from megatron_magi.backends.sm90.plan import Tiling, device_plan, make_host_plan, schedule_of
+from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask import bands as bd
 from megatron_magi.runtime import upload as upload_module
 from megatron_magi.runtime.lru import LruCache
@@ -62,3 +63,68 @@ def test_a_schedule_that_is_not_there_yet_is_not_given_to_other_threads():
         made = schedule_of(known, *KEY)
         assert not known.schedules
     assert known.schedules == {KEY: made} and schedule_of(known, *KEY) is made
+
+
+TOTAL = 1 << 15
+FORWARDS = [Tiling(False, TOTAL, (128, 128)), Tiling(False, TOTAL, (128, 128), 4), Tiling(False, TOTAL, (192, 64))]
+BACKWARDS = [Tiling(True, TOTAL, (128, 64)), Tiling(True, TOTAL, (128, 64), 4)]
+KEYS = [(8, 4, 132, 300, False), (8, 4, 132, 0, False), (2, 1, 132, 300, True)]
+
+
+def static_mask(first: AttnMask, headroom: float) -> StaticMask:
+    """With tables of many kinds."""
+    num_rows = first.total_seqlen_q
+    sizes = [MaskSize(first.bands, num_rows, num_rows)]
+    mask = StaticMask(sizes, num_rows, num_rows, CPU, StaticMemory(CPU), headroom)
+    for tiling in (*FORWARDS, *BACKWARDS):
+        plan = mask.plan(tiling, lambda _, same=tiling: same)
+        for key in KEYS if tiling.is_backward else ():
+            schedule_of(plan, *key)
+    return mask
+
+
+def lengths(rng: np.random.Generator, count: int) -> list[int]:
+    cuts = np.sort(rng.choice(np.arange(1, TOTAL), count - 1, replace=False))
+    return np.diff(cuts, prepend=0, append=TOTAL).tolist()
+
+
+def random_tree(rng: np.random.Generator, count: int) -> AttnMask:
+    """Each node follows one before it, or begins a tree; nodes in the order of a walk."""
+    parents = [-1, *(int(rng.integers(-1, i)) for i in range(1, count))]
+    paths = [[0]]
+    for i in range(1, count):
+        paths.append([*(paths[parents[i]] if parents[i] >= 0 else []), i])
+    order = sorted(range(count), key=lambda i: paths[i])
+    place = {node: i for i, node in enumerate(order)}
+    return builders.prefix_tree(lengths(rng, count), [[place[node] for node in path] for path in paths])[0]
+
+
+def masks_of(kind: str, rng: np.random.Generator) -> list[AttnMask]:
+    """A simple mask of a kind, and others."""
+    if kind == "windows":
+        return [builders.sliding_window(TOTAL, width, 0) for width in (16, 300, 1000, 4096, TOTAL)]
+    if kind == "full documents":
+        return [builders.varlen(doc_lengths=lengths(rng, n), causal=False) for n in (200, 40, 8, 2, 1)]
+    if kind == "documents":
+        return [builders.varlen(doc_lengths=lengths(rng, n)) for n in (200, 40, 8, 2, 1)]
+    if kind == "block causal":
+        return [builders.block_causal(TOTAL, size) for size in (16, 100, 1000, 8192)]
+    return [random_tree(rng, n) for n in (2, 20, 100, 200, 500)]
+
+
+@pytest.mark.parametrize("kind", ["windows", "full documents", "documents", "block causal", "trees"])
+def test_there_is_room_for_masks_of_one_kind(monkeypatch, kind):
+    monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30))
+    first, *others = masks_of(kind, np.random.default_rng(0))
+    mask = static_mask(first, 2.0)
+    for other in others:
+        assert mask.shortage(MaskSize(other.bands, TOTAL, TOTAL)) is None
+
+
+def test_where_there_is_no_room_the_headroom_that_would_do_is_known():
+    few, many = builders.causal(TOTAL), AttnMask([(0, TOTAL, at, at + 10, 0) for at in range(0, TOTAL, 400)], TOTAL)
+    size = MaskSize(many.bands, TOTAL, TOTAL)
+    text, headroom = static_mask(few, 1.5).shortage(size)
+    assert "there is room for" in text and headroom > 1.5
+    assert static_mask(few, headroom).shortage(size) is None
+    assert static_mask(few, 0.9 * headroom).shortage(size) is not None
