@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 
@@ -18,8 +17,6 @@ def steps(
 ) -> tuple[list[tuple], int]:
     """Forwards and backwards of a rank, the first of which is not recorded: the recorded rows, and the rank's area."""
     os.environ["MAGI_ATTENTION_PROFILE_MODE"] = "1"
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_magi"]:
-        del sys.modules[name]  # the server of ranks has imported them
     import torch
     import torch.distributed as dist
 

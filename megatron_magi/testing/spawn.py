@@ -12,7 +12,6 @@ kills whatever is left of them and of all they have started.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -46,13 +45,9 @@ PRELOAD = (
     "torch._functorch.autograd_function",
     "torch.fx.experimental.symbolic_shapes",
     "torch._dynamo",  # so does torch.compiler.disable
-    "megatron_magi.api",
     "megatron_magi.testing.spawn",
 )
 """Modules that the server imports once, for all ranks ever started."""
-
-PRELOAD_IF_USED = ("pytest", "hypothesis", "transformers.trainer", "accelerate")
-"""Likewise, where the caller has imported them: modules of tests do."""
 
 START_METHODS = {"gloo": "fork", "nccl": "spawn"}
 """How the ranks of a backend are started from their supervisor."""
@@ -204,7 +199,8 @@ def _run_in_place(fn: Callable[..., Any], num_ranks: int, args: tuple) -> list[A
 
 def _start(fn: Callable[..., Any], num_ranks: int, backend: str, timeout_s: float, folder: Path) -> _Ranks:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *(name for name in PRELOAD_IF_USED if name in sys.modules)])
+    # Test modules import pytest; ranks should not do so one by one.
+    context.set_forkserver_preload([*PRELOAD, *(("pytest",) if "pytest" in sys.modules else ())])
     control, its_control = context.Pipe()
     pipes = [context.Pipe() for _ in range(num_ranks)]
     method = START_METHODS[backend]
@@ -305,7 +301,6 @@ def _supervise(setup: _Setup, control: connection.Connection, conns: list[connec
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
             with suppress(Exception):  # each rank raises it again, and reports it
                 _import_source(setup)
-            gc.freeze()  # else the first collection of a rank copies every page of what was imported
         processes = []
         for rank, conn in enumerate(conns):
             # A fork has all connections of this process: while it is open in one rank, none sees another's end.

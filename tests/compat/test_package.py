@@ -20,7 +20,7 @@ ROOT = Path(megatron_magi.__file__).parents[1]
 
 
 def run(script, *paths):
-    """A script in a process of its own, which has imported the API alone; with ``paths`` before all others."""
+    """A script in a process of its own, which has imported torch alone; with ``paths`` before all others."""
     run_ranks(execute, 1, f"sys.path[:0] = {[str(path) for path in (*paths, ROOT)]!r}\n{textwrap.dedent(script)}")
 
 
