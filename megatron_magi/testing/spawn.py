@@ -88,7 +88,7 @@ def run_ranks(
         num_ranks: number of processes.
         *args: picklable arguments, the same for all ranks (tensors are copied).
         timeout_s: seconds for the whole call, also the time-out of collectives.
-        backend: ``gloo``, on CPUs, or ``nccl`` with one GPU a rank, which is its current device (`shared_gpus.local_rank`).
+        backend: ``gloo``, on CPUs, or ``nccl`` with one GPU a rank, its current device (`shared_gpus.local_rank`).
 
     Returns:
         The picklable results in rank order.
