@@ -14,6 +14,10 @@
 #include "latent_tiles.cuh"
 
 using T = DTYPE;
+template <typename>
+constexpr bool kIsFp16 = false;
+template <>
+constexpr bool kIsFp16<Fp16> = true;
 
 constexpr int kDim = kPanels * kPanel, kValues = kBehind * kPanel;
 constexpr int kRest = kPanel / 2;                      // columns of a warpgroup behind the values
@@ -48,6 +52,9 @@ struct LatentBackwardParams {
   int topk, list_places, num_keys;        // list_places: topk rounded up to blocks
   int num_items, heads_kv, group, parts;  // group: query heads of a key head; parts: items of these
   float scale, scale_log2;
+  // In fp16 P and dS, which contains the softmax scale, are times 2^shift, and gradients times `unit`, the inverse: dS
+  // alone would vanish where gradients are small. In bf16 0 and 1.
+  float shift, unit;
   int together;  // if not 0, items begin together: times a block in keep_together
   int* counter;  // two words; zero between launches, see leave()
 };
@@ -135,6 +142,9 @@ DEVICE void produce(const LatentBackwardParams& p, Shared& s, int warp, int lane
 
 // ---- consumers ----
 
+// An element of a gradient.
+DEVICE float finished(const LatentBackwardParams& p, float x) { return kIsFp16<T> ? x * p.unit : x; }
+
 // acc[64 heads, kN] += dS[64 heads, 64 keys] K[64 keys, kN]
 template <int kN>
 DEVICE void issue_dq(float (&acc)[kN / 2], const Operand& ds, const Operand& k) {
@@ -196,7 +206,7 @@ struct Consumer {
     fence_async_proxy();
   }
 
-  // P of S. `lse` is in base 2; inf where all of P is 0.
+  // P of S, times 2^shift. `lse` is in base 2, less the shift; inf where all of P is 0.
   DEVICE void form_probs(float (&scores)[kWidth / 2], const float (&lse)[2]) {
     u32 packed[kWidth / 4];
     const int* key = s.key[parity ^ 1];
@@ -210,7 +220,7 @@ struct Consumer {
     named_arrive(kProbsWritten, kPair);
   }
 
-  // dS, times the softmax scale, of dP.
+  // dS, times the softmax scale and 2^shift, of dP.
   DEVICE void form_ds(const float (&scores)[kWidth / 2], const float (&delta)[2]) {
     named_sync(kProbsWritten, kPair);
 #pragma unroll
@@ -240,7 +250,7 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float* x = dq + 4 * (4 * g + j) + 2 * r;
-          word[j] = T::pack(x[0], x[1]);
+          word[j] = T::pack(finished(p, x[0]), finished(p, x[1]));
         }
         transpose_quad(word, lane);  // so that each thread stores 16 bytes
         if (row + 8 * r < item.heads)
@@ -250,7 +260,7 @@ struct Consumer {
     }
   }
 
-  // What this warpgroup needs of the rows: lse in base 2, or delta.
+  // What this warpgroup needs of the rows: lse as for form_probs, or delta.
   DEVICE void load_stats(float (&stats)[2], const Item& item) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -259,7 +269,7 @@ struct Consumer {
       if (row + 8 * r >= item.heads) continue;
       if constexpr (kOwn == 0) {
         const float x = __ldg(p.lse + query * p.lse_row + head * p.lse_head);
-        stats[r] = x == -kInfinity ? kInfinity : x * kLog2e;
+        stats[r] = x == -kInfinity ? kInfinity : x * kLog2e - p.shift;
       } else {
         stats[r] = __ldg(p.delta + query * p.delta_row + head * p.delta_head);
       }
@@ -347,8 +357,8 @@ struct Adder {
       exchange_halves(x, part + 2 * r, lane);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        add_global_v4(key[r][i] >= 0, sums + static_cast<i64>(key[r][i]) * kDim + half * kRest, x[i][0], x[i][1],
-                      x[i][2], x[i][3]);
+        add_global_v4(key[r][i] >= 0, sums + static_cast<i64>(key[r][i]) * kDim + half * kRest, finished(p, x[i][0]),
+                      finished(p, x[i][1]), finished(p, x[i][2]), finished(p, x[i][3]));
     }
   }
 
@@ -358,7 +368,10 @@ struct Adder {
     for (int r = 0; r < 2; ++r) {
       u32 word[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) word[j] = T::pack(part[4 * j + 2 * r], part[4 * j + 2 * r + 1]);
+      for (int j = 0; j < 4; ++j) {
+        const float* two = part + 4 * j + 2 * r;
+        word[j] = T::pack(finished(p, two[0]), finished(p, two[1]));
+      }
       __stcs(reinterpret_cast<uint4*>(given + 8 * r * kDim + half * kRest),
              make_uint4(word[0], word[1], word[2], word[3]));
     }

@@ -7,6 +7,7 @@ stores it for `key_sums`, which can fix the order.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -34,8 +35,10 @@ _TOGETHER = 128
 """Times 32 clocks for each block of 64 keys: as long an item waits for others to begin, about as long as it takes."""
 
 
-backward_dtypes = (torch.bfloat16,)
-"""In fp16 dS, which is rounded with the scale of the products in it, would vanish where gradients are small."""
+backward_dtypes = (torch.bfloat16, torch.float16)
+
+_MOST_SHIFT = 10
+"""Of P in fp16, whose largest power of two is 15."""
 
 
 def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
@@ -155,6 +158,7 @@ def _attend(call: _Call, into: Tensor, form: Form | None) -> None:
     """
     q, dout, lse, delta, dq, kv, entries, softmax_scale = call
     num_lists = entries.shape[0]
+    shift = _shift(q.dtype, softmax_scale)
 
     def make() -> Launch:
         parts = _parts(q, kv)
@@ -165,6 +169,7 @@ def _attend(call: _Call, into: Tensor, form: Form | None) -> None:
             delta_row=delta.stride(0), delta_head=delta.stride(1), dq_row=dq.stride(0), dq_head=dq.stride(1),
             topk=entries.shape[2], num_keys=kv.shape[0], num_items=num_items, heads_kv=kv.shape[1],
             group=q.shape[1] // kv.shape[1], parts=parts, scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
+            shift=shift, unit=2.0**-shift,
         )  # fmt: skip
         if form is not None:
             params.list_places, params.pack_places = form.places, q.shape[0] * form.places
@@ -191,6 +196,15 @@ def _attend(call: _Call, into: Tensor, form: Form | None) -> None:
         else:
             params.given = into.data_ptr()
         launch.fire(stream)
+
+
+def _shift(dtype: torch.dtype, softmax_scale: float) -> int:
+    """Powers of two that P and dS times the softmax scale have in addition, so that in fp16 dS has about the size that
+    it has without that scale.
+    """
+    if dtype != torch.float16 or not softmax_scale:
+        return 0
+    return min(_MOST_SHIFT, max(0, -math.frexp(abs(softmax_scale))[1] + 1))
 
 
 def _in_order(sums: Tensor, dtype: torch.dtype) -> Tensor:

@@ -216,6 +216,23 @@ def test_gradients_match_fp64_where_items_begin_together(monkeypatch):
         check_gradients(q, kv, random_lists(331, 2000, 300, 1), None, dout)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_small_gradients_do_not_vanish_in_fp16(deterministic):
+    """With the softmax scale alone, 0.07, most of dS would be next to the smallest numbers of fp16."""
+    torch.manual_seed(0)
+    q, kv = tensors(150, 3000, (64, 1), DIM, torch.float16)
+    indices = torch.randint(0, 3000, (150, 1, 300), device="cuda")
+    dout = (3e-5 * torch.randn(150, 64, DIM_V, device="cuda")).half()
+    options = {"softmax_scale": SCALE, "dim_v": DIM_V}
+    out, _ = latent_sparse_attention(q, kv, indices, **options, deterministic=deterministic, impl="ffa")
+    wide = [x.detach().double().requires_grad_() for x in (q, kv)]
+    exact, _ = latent_sparse_attention(*wide, indices, **options, impl="reference")
+    found = torch.autograd.grad(out, (q, kv), dout), torch.autograd.grad(exact, wide, dout.double())
+    for name, got, wanted in zip(("dq", "dkv"), *found, strict=True):
+        error = float((got.double() - wanted).norm() / wanted.norm())
+        assert error < 0.01, f"{name}: {error:.1e}"
+
+
 def store_always(monkeypatch, most_bytes):
     """What queries give to keys is stored, at most so many bytes at a time, never added at once."""
     monkeypatch.setattr(latent, "_stores", lambda *_: True)
@@ -225,12 +242,21 @@ def store_always(monkeypatch, most_bytes):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("most_bytes", [1 << 30, 8 << 20])
-@pytest.mark.parametrize("heads, topk", [((64, 1), 512), ((128, 1), 300), ((96, 2), 130), ((16, 2), 1)], ids=str)
-def test_gradients_that_are_stored_match_fp64(monkeypatch, heads, topk, most_bytes, deterministic):
+@pytest.mark.parametrize(
+    "heads, topk, dtype",
+    [
+        ((64, 1), 512, torch.bfloat16),
+        ((128, 1), 300, torch.float16),
+        ((96, 2), 130, torch.bfloat16),
+        ((16, 2), 1, torch.float16),
+    ],
+    ids=str,
+)
+def test_gradients_that_are_stored_match_fp64(monkeypatch, heads, topk, dtype, most_bytes, deterministic):
     """In one part and, with 512 and 300 keys, in several."""
     store_always(monkeypatch, most_bytes)
     torch.manual_seed(0)
-    q, kv = tensors(301, 3000, heads, DIM, torch.bfloat16)
+    q, kv = tensors(301, 3000, heads, DIM, dtype)
     dout = torch.randn(301, heads[0], DIM_V, device="cuda").to(q.dtype)
     for lists in {1, heads[1]}:
         check_gradients(q, kv, random_lists(301, 3000, topk, lists), None, dout, deterministic)

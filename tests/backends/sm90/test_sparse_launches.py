@@ -170,6 +170,13 @@ def test_what_queries_give_to_latent_keys_is_stored_a_part_at_a_time(launched, m
     assert params.num_items == left * packs
 
 
+def test_probabilities_are_shifted_in_fp16_so_that_ds_has_the_size_that_it_has_without_the_scale():
+    assert [latent_hopper._shift(torch.float16, scale) for scale in (1.0, 0.3, 192**-0.5, 1e-9, 3.0, -0.5, 0.0)] == [
+        0, 2, 4, 10, 0, 1, 0
+    ]  # fmt: skip
+    assert latent_hopper._shift(torch.bfloat16, 192**-0.5) == 0
+
+
 def test_latent_gradients_of_dtypes_without_a_kernel_are_left_to_the_second_backend():
     def backend(name):
         return SimpleNamespace(
