@@ -660,9 +660,10 @@ class _LatentForward(Protocol):
 
 
 class LatentPart(_LatentForward, Protocol):
-    """The same with a backward that may be for some of the dtypes alone."""
+    """The same with a backward for some of the calls."""
 
-    backward_dtypes: Sequence[torch.dtype]
+    def takes_backward(self, dtype: torch.dtype, deterministic: bool) -> bool:
+        """Whether `backward` is for such calls, of a dtype that the forward takes."""
 
     def backward(
         self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool

@@ -33,7 +33,7 @@ SPARSE: dict[str, Sparse] = {name: backend.sparse for name, backend in BACKENDS.
 
 
 class Completed:
-    """Attention over lists of latent keys by two backends; the second for delta, and for the dtypes that the first has
+    """Attention over lists of latent keys by two backends; the second for delta, and for the calls that the first has
     no backward for.
     """
 
@@ -45,7 +45,7 @@ class Completed:
         self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor]:
         """See `megatron_magi.backends.base.Latent`."""
-        taken = inputs.q.dtype in self._first.backward_dtypes
+        taken = self._first.takes_backward(inputs.q.dtype, deterministic)
         return (self._first if taken else self._second).backward(inputs, pattern, softmax_scale, deterministic)
 
     def why_not(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:

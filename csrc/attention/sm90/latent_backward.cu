@@ -357,8 +357,8 @@ struct Adder {
       exchange_halves(x, part + 2 * r, lane);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        add_global_v4(key[r][i] >= 0, sums + static_cast<i64>(key[r][i]) * kDim + half * kRest, finished(p, x[i][0]),
-                      finished(p, x[i][1]), finished(p, x[i][2]), finished(p, x[i][3]));
+        add_global_v4(key[r][i] >= 0, sums + static_cast<i64>(key[r][i]) * kDim + half * kRest, x[i][0], x[i][1],
+                      x[i][2], x[i][3]);
     }
   }
 
@@ -377,11 +377,14 @@ struct Adder {
     }
   }
 
-  DEVICE void pass_on(const float (&part)[kRest / 2], int half) const {
-    if constexpr (STORED)
+  DEVICE void pass_on(float (&part)[kRest / 2], int half) const {
+    if constexpr (STORED) {
       store(part, half);
-    else
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRest / 2; ++i) part[i] = finished(p, part[i]);
       add(part, half);
+    }
   }
 
   DEVICE void finish_block(bool last) {

@@ -43,12 +43,12 @@ class Form:
     rows: int
 
 
-def form_of(gradients: Sequence[Tensor], entries: Tensor, packs: int) -> Form:
-    """The form for gradients and lists as in `add_stored`; parts end with a wave of tiles."""
+def form_of(gradients: Sequence[Tensor], entries: Tensor, packs: int, most_bytes: int) -> Form:
+    """The form for arguments of `add_stored`; parts end with a wave of tiles."""
     (_, num_rows, width), device = entries.shape, entries.device
     columns, numbers = sum(x.shape[2] for x in gradients), sum(x.numel() for x in gradients)
     places = max(1, num_blocks(width, kernels.PIECE)) * kernels.PIECE
-    most = max(tuning.GIVEN_BYTES, tuning.GIVEN_OVER_SUMS * torch.float32.itemsize * numbers)
+    most = max(most_bytes, tuning.GIVEN_OVER_SUMS * torch.float32.itemsize * numbers)
     rows = max(1, most // (gradients[0].element_size() * columns * places * packs))
     if rows >= num_rows:
         return Form(packs, places, num_rows)
@@ -70,6 +70,7 @@ def add_stored(
     gradients: Sequence[Tensor],
     entries: Tensor,
     packs: int,
+    most_bytes: int,
     deterministic: bool,
     attend: Callable[[int, int, Tensor, Form], None],
 ) -> None:
@@ -80,12 +81,13 @@ def add_stored(
             contiguous.
         entries: the lists, int32 ``[lists, num_rows, width]``, rows contiguous; lists: 1 or one for each key head.
         packs: tiles of a query, of all key heads.
+        most_bytes: that are stored at a time, if `tuning.GIVEN_OVER_SUMS` does not allow more.
         deterministic: what is given to a key is added in the order of the queries and their lists.
         attend: stores what queries give: the first one, past the last one, memory ``[packs, queries, places, elements
             of all gradients]``, and the form.
     """
     first_one, num_rows = gradients[0], entries.shape[1]
-    form, device, dtype = form_of(gradients, entries, packs), first_one.device, first_one.dtype
+    form, device, dtype = form_of(gradients, entries, packs, most_bytes), first_one.device, first_one.dtype
     columns = sum(x.shape[2] for x in gradients)
     given = torch.empty(form.packs * form.rows * form.places * columns, dtype=dtype, device=device)
     numbers = 0 if form.rows == num_rows else sum(x.numel() for x in gradients)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.base import check_support, with_output
+from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.key_sums import Form, add_stored, storing_pays
 from megatron_magi.backends.sm90.sparse_kernels import LATENT_DIMS, latent_backward_kernel, latent_kernel, readable
@@ -34,8 +35,6 @@ and items begin together, their lists, which ascend, reach the same keys at abou
 _TOGETHER = 128
 """Times 32 clocks for each block of 64 keys: as long an item waits for others to begin, about as long as it takes."""
 
-
-backward_dtypes = (torch.bfloat16, torch.float16)
 
 _MOST_SHIFT = 10
 """Of P in fp16, whose largest power of two is 15."""
@@ -93,6 +92,11 @@ def forward(
     return out, lse, max_logits
 
 
+def takes_backward(dtype: torch.dtype, deterministic: bool) -> bool:
+    """See `megatron_magi.backends.base.LatentPart`. What stores in fp16 has not run on a GPU."""
+    return dtype == torch.bfloat16 or not deterministic
+
+
 def backward(
     inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
@@ -109,7 +113,8 @@ def backward(
         def attend(first: int, past: int, given: Tensor, form: Form) -> None:
             _attend(call.of_rows(first, past), given, form)
 
-        add_stored((dkv,), entries, kv.shape[1] * _parts(q, kv), deterministic, attend)
+        packs = kv.shape[1] * _parts(q, kv)
+        add_stored((dkv,), entries, packs, tuning.GIVEN_LATENT_BYTES, deterministic, attend)
         return dq, dkv
     sums = torch.zeros((kv.shape[1], kv.shape[0], kv.shape[2]), dtype=torch.float32, device=kv.device)
     _attend(call, sums, None)
@@ -127,7 +132,8 @@ def _stores(q: Tensor, kv: Tensor, width: int) -> bool:
     It is not where several tiles of a query give to the same keys: what the first one adds to is then in the L2 cache
     for the others.
     """
-    return _parts(q, kv) == 1 and storing_pays(q.device, q.shape[0], kv.shape[0], kv.shape[2], width)
+    runs = takes_backward(q.dtype, deterministic=True)
+    return runs and _parts(q, kv) == 1 and storing_pays(q.device, q.shape[0], kv.shape[0], kv.shape[2], width)
 
 
 class _Call(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.sm90 import sparse_kernels as kernels
+from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.kernels import element
 from megatron_magi.backends.sm90.kernels import params as params_of
 from megatron_magi.backends.sm90.key_sums import Form, add_stored, storing_pays
@@ -75,7 +76,7 @@ def backward(
         def attend(first: int, past: int, given: Tensor, form: Form) -> None:
             _attend(call.of_rows(first, past), given, form)
 
-        add_stored((dv, dk), lists.entries, packs, deterministic, attend)
+        add_stored((dv, dk), lists.entries, packs, tuning.GIVEN_BYTES, deterministic, attend)
     else:
         _added(call)
     return dq, dk, dv

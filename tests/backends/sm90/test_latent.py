@@ -236,7 +236,7 @@ def test_small_gradients_do_not_vanish_in_fp16(deterministic):
 def store_always(monkeypatch, most_bytes):
     """What queries give to keys is stored, at most so many bytes at a time, never added at once."""
     monkeypatch.setattr(latent, "_stores", lambda *_: True)
-    monkeypatch.setattr(tuning, "GIVEN_BYTES", most_bytes)
+    monkeypatch.setattr(tuning, "GIVEN_LATENT_BYTES", most_bytes)
     monkeypatch.setattr(tuning, "GIVEN_OVER_SUMS", 0)
 
 
@@ -277,7 +277,7 @@ def test_keys_that_many_lists_name_often_get_the_gradients_of_fp64(monkeypatch, 
 @pytest.mark.parametrize("most_bytes", [1 << 30, 8 << 20])
 @pytest.mark.parametrize("heads", [64, 128])
 def test_deterministic_gradients_repeat_bit_by_bit(monkeypatch, heads, most_bytes):
-    monkeypatch.setattr(tuning, "GIVEN_BYTES", most_bytes)
+    monkeypatch.setattr(tuning, "GIVEN_LATENT_BYTES", most_bytes)
     monkeypatch.setattr(tuning, "GIVEN_OVER_SUMS", 0)
     q, kv = tensors(400, 300, (heads, 1), DIM, torch.bfloat16)
     indices = random_lists(400, 300, 500, 1)
