@@ -11,11 +11,10 @@ tokens, one mask for all heads, 64:8, as ranges for `flex_flash_attn_func`. ``vi
 tiles of 128 tokens or as ranges, 24:24 heads. ``blocks`` and ``index``: one query of 128 heads and one key head for
 each 64 keys, which sees an eighth of all keys (or ``top`` so many) at random, listed in rising order. ``top 64``:
 blocks of 64 (or 128) queries of 7:7 heads see 64 blocks of 64 keys each. ``mla top``: 4,096 queries of 64 or 128 latent
-heads see so many single keys at random, listed in rising order (``mla heads``: 8 to 96 heads and 2,048 keys); repeating
-gradients of ``ffa`` are those of the kernels in Triton. ``mla causal``: all keys up to the query, as lists. ``dense``:
-`slice_attention` of everything, 64:8 heads. ``plan_us``: what a new mask costs on the device; masks as ranges are
-planned on the host, once, which is not in the times. A peer's results are compared with ours before it is timed; one
-that is not installed, or does not take a case, is said so.
+heads see so many single keys at random, listed in rising order (``mla heads``: 8 to 96 heads and 2,048 keys).
+``mla causal``: all keys up to the query, as lists. ``dense``: `slice_attention` of everything, 64:8 heads. ``plan_us``:
+what a new mask costs on the device; masks as ranges are planned on the host, once, which is not in the times. A peer's
+results are compared with ours before it is timed; one that is not installed, or does not take a case, is said so.
 """
 
 from __future__ import annotations

@@ -643,12 +643,15 @@ class _LatentForward(Protocol):
 
 
 class LatentPart(_LatentForward, Protocol):
-    """The same with a backward that does not repeat, and may be for some of the dtypes alone."""
+    """The same with a backward for some of the calls."""
 
-    backward_dtypes: Sequence[torch.dtype]
+    def takes_backward(self, dtype: torch.dtype, deterministic: bool) -> bool:
+        """Whether `backward` is for such calls, of a dtype that the forward takes."""
 
-    def backward(self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float) -> tuple[Tensor, Tensor]:
-        """As `Latent.backward`, not deterministic."""
+    def backward(
+        self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `Latent.backward`."""
 
 
 class Latent(_LatentForward, Protocol):
@@ -660,4 +663,7 @@ class Latent(_LatentForward, Protocol):
     def backward(
         self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor]:
-        """dq, and the gradient of keys and values together, summed in fp32 or wider and rounded once."""
+        """dq, and the gradient of keys and values together, summed over queries in fp32 or wider.
+
+        What a query gives to a key may be rounded to the dtype of keys before.
+        """

@@ -55,14 +55,15 @@ def latent_sparse_attention(
         dim_v: elements of kv that are the values, 1 to head_dim.
         sink: as in `megatron_magi.slice_attention`.
         return_max_logits: fill ``meta.max_logits``.
-        deterministic: bitwise repeatable gradients. Kernels in Triton then keep what each query adds to the gradient of
-            kv, up to 1 GiB at a time, instead of adding it atomically; the definition always repeats.
+        deterministic: bitwise repeatable gradients. What each query gives to the gradient of kv is then kept, by
+            ``triton`` in fp32, 1 GiB at a time, by ``ffa`` in bf16, 2 GiB or more, instead of being added atomically;
+            the definition always repeats.
         sanity_check: look for NaN and inf in q, kv, the sink (NaN alone) and the gradient of the output, and for
             indices that are wrong: a pass over memory and a wait for the device each.
         impl: ``auto``, ``reference`` (the listed keys of some queries at a time), ``triton`` (head_dim up to 576, with
             dim_v up to 512 and up to 64 elements behind) or ``ffa`` (fp16 and bf16, head_dim 576 and dim_v 512, on
-            Hopper; deterministic gradients are those of ``triton``). ``auto`` on GPUs is the first of ``ffa`` and
-            ``triton`` that takes the tensors; one that is named never falls back.
+            Hopper; deterministic gradients in fp16 are those of ``triton``). ``auto`` on GPUs is the first of ``ffa``
+            and ``triton`` that takes the tensors; one that is named never falls back.
 
     Returns:
         ``(out, meta)``: out ``[num_tokens_q, num_heads_q, dim_v]`` in the dtype of q; ``meta.lse`` ``[num_tokens_q,

@@ -4,16 +4,20 @@
 // A producer warpgroup gathers a block of 64 keys (cp.async) into one buffer. The first consumer warpgroup computes
 // S = Q K^T and P, the second one dP = dO V^T and, with P from shared memory, dS. Then each computes half of the
 // columns of dQ += dS K, in registers, after which the buffer is free. The third one computes the contribution to the
-// gradient of the keys, dS^T Q, to which P^T dO is added in the columns of the values, 64 columns at a time, and adds
-// it to fp32 sums in device memory, which takes longest: so the other two are a block ahead, up to P. The producer has
-// the rows of these sums brought into the L2 cache, where Q, dO and dQ, which are read or written once, are to stay
-// short.
+// gradient of the keys, dS^T Q, to which P^T dO is added in the columns of the values, 32 columns at a time, and adds
+// it to fp32 sums in device memory, or with STORED stores it in 16 bits for sparse_sums.cu, which adds it key by key.
+// That takes longest, so the other two are a block ahead, up to P. The producer has the rows of these sums brought into
+// the L2 cache, where Q, dO and dQ, which are read or written once, are to stay short.
 //
-// Compile-time: DTYPE (Bf16 or Fp16).
+// Compile-time: STORED (0 or 1), DTYPE (Bf16 or Fp16).
 
 #include "latent_tiles.cuh"
 
 using T = DTYPE;
+template <typename>
+constexpr bool kIsFp16 = false;
+template <>
+constexpr bool kIsFp16<Fp16> = true;
 
 constexpr int kDim = kPanels * kPanel, kValues = kBehind * kPanel;
 constexpr int kRest = kPanel / 2;                      // columns of a warpgroup behind the values
@@ -39,11 +43,18 @@ struct LatentBackwardParams {
   // [key heads, num_keys, kDim]. Columns are permuted: in every 16, those of thread t of a row (2t, 2t + 1, 2t + 8,
   // 2t + 9) are adjacent.
   float* sums;
+  // Or with STORED what each query gives to each key of its list, summed over the heads of an item: [key heads, parts,
+  // queries, list_places, kDim]. In every 32 columns those of thread t (8j + 2t, 8j + 2t + 1, j = 0 to 3) are adjacent.
+  u16* given;
+  i64 pack_places;            // of all queries: list_places times their number
   i64 entry_row, entry_list;  // strides of entries between queries, and between lists: 0 if key heads share them
   i64 kv_row, kv_head, lse_row, lse_head, delta_row, delta_head, dq_row, dq_head;  // strides, elements
-  int topk, num_keys;
+  int topk, list_places, num_keys;        // list_places: topk rounded up to blocks
   int num_items, heads_kv, group, parts;  // group: query heads of a key head; parts: items of these
   float scale, scale_log2;
+  // In fp16 P and dS, which contains the softmax scale, are times 2^shift, and gradients times `unit`, the inverse: dS
+  // alone would vanish where gradients are small. In bf16 0 and 1.
+  float shift, unit;
   int together;  // if not 0, items begin together: times a block in keep_together
   int* counter;  // two words; zero between launches, see leave()
 };
@@ -118,7 +129,7 @@ DEVICE void produce(const LatentBackwardParams& p, Shared& s, int warp, int lane
       }
       copies_arrive(smem_address(&s.full));
       // Whole rows of sums, before parts of them are added to.
-      if (key >= 0)
+      if (!STORED && key >= 0)
         prefetch_bytes(p.sums + (static_cast<i64>(head_kv) * p.num_keys + key) * kDim, kDim * sizeof(float));
       first += kWidth;
     } while (first < count);
@@ -130,6 +141,9 @@ DEVICE void produce(const LatentBackwardParams& p, Shared& s, int warp, int lane
 }
 
 // ---- consumers ----
+
+// An element of a gradient.
+DEVICE float finished(const LatentBackwardParams& p, float x) { return kIsFp16<T> ? x * p.unit : x; }
 
 // acc[64 heads, kN] += dS[64 heads, 64 keys] K[64 keys, kN]
 template <int kN>
@@ -192,7 +206,7 @@ struct Consumer {
     fence_async_proxy();
   }
 
-  // P of S. `lse` is in base 2; inf where all of P is 0.
+  // P of S, times 2^shift. `lse` is in base 2, less the shift; inf where all of P is 0.
   DEVICE void form_probs(float (&scores)[kWidth / 2], const float (&lse)[2]) {
     u32 packed[kWidth / 4];
     const int* key = s.key[parity ^ 1];
@@ -206,7 +220,7 @@ struct Consumer {
     named_arrive(kProbsWritten, kPair);
   }
 
-  // dS, times the softmax scale, of dP.
+  // dS, times the softmax scale and 2^shift, of dP.
   DEVICE void form_ds(const float (&scores)[kWidth / 2], const float (&delta)[2]) {
     named_sync(kProbsWritten, kPair);
 #pragma unroll
@@ -236,7 +250,7 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float* x = dq + 4 * (4 * g + j) + 2 * r;
-          word[j] = T::pack(x[0], x[1]);
+          word[j] = T::pack(finished(p, x[0]), finished(p, x[1]));
         }
         transpose_quad(word, lane);  // so that each thread stores 16 bytes
         if (row + 8 * r < item.heads)
@@ -246,7 +260,7 @@ struct Consumer {
     }
   }
 
-  // What this warpgroup needs of the rows: lse in base 2, or delta.
+  // What this warpgroup needs of the rows: lse as for form_probs, or delta.
   DEVICE void load_stats(float (&stats)[2], const Item& item) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -255,7 +269,7 @@ struct Consumer {
       if (row + 8 * r >= item.heads) continue;
       if constexpr (kOwn == 0) {
         const float x = __ldg(p.lse + query * p.lse_row + head * p.lse_head);
-        stats[r] = x == -kInfinity ? kInfinity : x * kLog2e;
+        stats[r] = x == -kInfinity ? kInfinity : x * kLog2e - p.shift;
       } else {
         stats[r] = __ldg(p.delta + query * p.delta_row + head * p.delta_head);
       }
@@ -321,6 +335,7 @@ struct Adder {
   u32 parity = 0;
   int key[2][2];          // of its rows, and those of the lane with which it exchanges: of the even one, of the odd one
   float* sums = nullptr;  // of the key head, from this thread's columns on
+  u16* given = nullptr;   // of the block, from this thread's first row and columns on
 
   DEVICE Adder(const LatentBackwardParams& p, Shared& s, int warp, int lane)
       : p(p), s(s), lane(lane), row(warp * 16 + lane / 4), probs(smem_address(s.p)), ds(smem_address(s.ds)) {}
@@ -347,33 +362,61 @@ struct Adder {
     }
   }
 
-  DEVICE void add_block(bool last) {
+  // Also stores what is given to keys that are none, which nobody reads.
+  DEVICE void store(const float (&part)[kRest / 2], int half) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      u32 word[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* two = part + 4 * j + 2 * r;
+        word[j] = T::pack(finished(p, two[0]), finished(p, two[1]));
+      }
+      __stcs(reinterpret_cast<uint4*>(given + 8 * r * kDim + half * kRest),
+             make_uint4(word[0], word[1], word[2], word[3]));
+    }
+  }
+
+  DEVICE void pass_on(float (&part)[kRest / 2], int half) const {
+    if constexpr (STORED) {
+      store(part, half);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRest / 2; ++i) part[i] = finished(p, part[i]);
+      add(part, half);
+    }
+  }
+
+  DEVICE void finish_block(bool last) {
     float even[kRest / 2], odd[kRest / 2];
     named_sync(kBothWritten, kPair);
+    if (!STORED) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) key[i / 2][i % 2] = s.key[parity][(row & ~1) + i / 2 * 8 + i % 2];
-    parity ^= 1;
+      for (int i = 0; i < 4; ++i) key[i / 2][i % 2] = s.key[parity][(row & ~1) + i / 2 * 8 + i % 2];
+      parity ^= 1;
+    }
     issue(even, 0);
 #pragma unroll
     for (int half = 0; half < 2 * kPanels - 2; half += 2) {
       issue(odd, half + 1);
       wgmma_wait<1>();
       fence_operand(even);
-      add(even, half);
+      pass_on(even, half);
       issue(even, half + 2);
       wgmma_wait<1>();
       fence_operand(odd);
-      add(odd, half + 1);
+      pass_on(odd, half + 1);
     }
     issue(odd, 2 * kPanels - 1);
     wgmma_wait<1>();
     fence_operand(even);
-    add(even, 2 * kPanels - 2);
+    pass_on(even, 2 * kPanels - 2);
     wgmma_wait<0>();
     fence_operand(odd);
     named_arrive(kProbsFree, kPair);
     if (last) release(s.rows_empty, lane);
-    add(odd, 2 * kPanels - 1);
+    pass_on(odd, 2 * kPanels - 1);
+    if (STORED) given += kWidth * kDim;
   }
 
   DEVICE void run() {
@@ -383,9 +426,16 @@ struct Adder {
     while (true) {
       const Item item = next_item(s, rows_parity);
       if (item.blocks == 0) break;
-      sums = p.sums + static_cast<i64>(uniform(s.head_kv)) * p.num_keys * kDim + 4 * (lane % 8);
+      const int head_kv = uniform(s.head_kv);
+      if constexpr (STORED) {
+        const int pack = head_kv * p.parts + (item.head - head_kv * p.group) / 64;
+        const i64 place = pack * p.pack_places + static_cast<i64>(item.row) * p.list_places + row;
+        given = p.given + place * kDim + 8 * (lane % 4);
+      } else {
+        sums = p.sums + static_cast<i64>(head_kv) * p.num_keys * kDim + 4 * (lane % 8);
+      }
 #pragma unroll 1
-      for (int block = 0; block < item.blocks; ++block) add_block(block + 1 == item.blocks);
+      for (int block = 0; block < item.blocks; ++block) finish_block(block + 1 == item.blocks);
     }
   }
 };

@@ -71,11 +71,13 @@ def latent_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
     return _load(device, "latent_forward", (element(dtype),), 384, shared)
 
 
-def latent_backward_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Backward over lists of latent keys: dq, and sums of the gradient of keys."""
+def latent_backward_kernel(device: torch.device, dtype: torch.dtype, stored: bool) -> Kernel:
+    """Backward over lists of latent keys: dq, and sums of the gradient of keys; ``stored``: instead, what each query
+    gives to it.
+    """
     # q, a buffer of keys, dout, P and dS; barriers
     shared = 2 * PIECE * (2 * LATENT_DIMS[0] + LATENT_DIMS[1] + 2 * PIECE) + 1024
-    return _load(device, "latent_backward", (element(dtype),), 512, shared)
+    return _load(device, "latent_backward", (f"STORED={int(stored)}", element(dtype)), 512, shared)
 
 
 def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ()) -> Kernel:

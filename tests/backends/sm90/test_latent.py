@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from megatron_magi.backends.sm90 import latent
+from megatron_magi.backends.sm90 import latent, tuning
 from megatron_magi.ops.latent_attention import latent_sparse_attention
 from megatron_magi.testing.error_budget import assert_within_budget
 from tests.backends.triton.test_latent_gpu import SCALE, random_lists, tensors
@@ -216,6 +216,77 @@ def test_gradients_match_fp64_where_items_begin_together(monkeypatch):
         check_gradients(q, kv, random_lists(331, 2000, 300, 1), None, dout)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_small_gradients_do_not_vanish_in_fp16(deterministic):
+    """With the softmax scale alone, 0.07, most of dS would be next to the smallest numbers of fp16."""
+    torch.manual_seed(0)
+    q, kv = tensors(150, 3000, (64, 1), DIM, torch.float16)
+    indices = torch.randint(0, 3000, (150, 1, 300), device="cuda")
+    dout = (3e-5 * torch.randn(150, 64, DIM_V, device="cuda")).half()
+    options = {"softmax_scale": SCALE, "dim_v": DIM_V}
+    out, _ = latent_sparse_attention(q, kv, indices, **options, deterministic=deterministic, impl="ffa")
+    wide = [x.detach().double().requires_grad_() for x in (q, kv)]
+    exact, _ = latent_sparse_attention(*wide, indices, **options, impl="reference")
+    found = torch.autograd.grad(out, (q, kv), dout), torch.autograd.grad(exact, wide, dout.double())
+    for name, got, wanted in zip(("dq", "dkv"), *found, strict=True):
+        error = float((got.double() - wanted).norm() / wanted.norm())
+        assert error < 0.01, f"{name}: {error:.1e}"
+
+
+def store_always(monkeypatch, most_bytes):
+    """What queries give to keys is stored, at most so many bytes at a time, never added at once."""
+    monkeypatch.setattr(latent, "_stores", lambda *_: True)
+    monkeypatch.setattr(tuning, "GIVEN_LATENT_BYTES", most_bytes)
+    monkeypatch.setattr(tuning, "GIVEN_OVER_SUMS", 0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("most_bytes", [1 << 30, 8 << 20])
+@pytest.mark.parametrize(
+    "heads, topk, dtype",
+    [
+        ((64, 1), 512, torch.bfloat16),
+        ((128, 1), 300, torch.float16),
+        ((96, 2), 130, torch.bfloat16),
+        ((16, 2), 1, torch.float16),
+    ],
+    ids=str,
+)
+def test_gradients_that_are_stored_match_fp64(monkeypatch, heads, topk, dtype, most_bytes, deterministic):
+    """In one part and, with 512 and 300 keys, in several."""
+    store_always(monkeypatch, most_bytes)
+    torch.manual_seed(0)
+    q, kv = tensors(301, 3000, heads, DIM, dtype)
+    dout = torch.randn(301, heads[0], DIM_V, device="cuda").to(q.dtype)
+    for lists in {1, heads[1]}:
+        check_gradients(q, kv, random_lists(301, 3000, topk, lists), None, dout, deterministic)
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 30, 8 << 20])
+def test_keys_that_many_lists_name_often_get_the_gradients_of_fp64(monkeypatch, most_bytes):
+    store_always(monkeypatch, most_bytes)
+    q, kv = tensors(301, 700, (64, 1), DIM, torch.bfloat16)
+    indices = random_lists(301, 700, 200, 1)
+    indices[..., :20] = torch.arange(20, device="cuda")
+    indices[..., 150:] = 5  # 50 times a list
+    dout = torch.randn(301, 64, DIM_V, device="cuda").to(q.dtype)
+    for deterministic in (False, True):
+        check_gradients(q, kv, indices, None, dout, deterministic)
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 30, 8 << 20])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_deterministic_gradients_repeat_bit_by_bit(monkeypatch, heads, most_bytes):
+    monkeypatch.setattr(tuning, "GIVEN_LATENT_BYTES", most_bytes)
+    monkeypatch.setattr(tuning, "GIVEN_OVER_SUMS", 0)
+    q, kv = tensors(400, 300, (heads, 1), DIM, torch.bfloat16)
+    indices = random_lists(400, 300, 500, 1)
+    out, _ = latent_sparse_attention(q, kv, indices, softmax_scale=SCALE, deterministic=True, impl="ffa")
+    dout = torch.randn_like(out)
+    runs = [torch.autograd.grad(out, (q, kv), dout, retain_graph=True) for _ in range(10)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
 @pytest.mark.parametrize("impl", ["ffa", "triton"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_key_that_no_query_lists_does_not_matter_where_lists_have_gaps(deterministic, impl):
@@ -242,12 +313,13 @@ def test_queries_that_see_nothing_have_no_gradients():
     assert not any(x.any() for x in torch.autograd.grad(out, (q, kv), torch.ones_like(out)))
 
 
-def test_captured_gradients_read_new_lists():
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_captured_gradients_read_new_lists(deterministic):
     q, kv = tensors(300, 500, (128, 1), DIM, torch.bfloat16)
     indices = random_lists(300, 500, 300, 1)
 
     def step():
-        out, _ = latent_sparse_attention(q, kv, indices, softmax_scale=SCALE, impl="ffa")
+        out, _ = latent_sparse_attention(q, kv, indices, softmax_scale=SCALE, deterministic=deterministic, impl="ffa")
         return torch.autograd.grad(out, (q, kv), torch.ones_like(out))
 
     graph, captured = capture(step)

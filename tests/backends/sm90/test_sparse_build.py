@@ -42,12 +42,19 @@ def test_sparse_kernels_fit_shared_memory_and_compile_without_serialised_product
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("make", "most"), [(sparse_kernels.latent_kernel, 0), (sparse_kernels.latent_backward_kernel, MOST_SPILLED_BYTES)]
+    ("make", "options", "most"),
+    [
+        (sparse_kernels.latent_kernel, (), 0),
+        (sparse_kernels.latent_backward_kernel, (False,), MOST_SPILLED_BYTES),
+        (sparse_kernels.latent_backward_kernel, (True,), 0),
+    ],
 )
-def test_kernels_of_latent_keys_fit_shared_memory_and_spill_nothing_in_their_loops(monkeypatch, make, most, dtype):
+def test_kernels_of_latent_keys_fit_shared_memory_and_spill_nothing_in_their_loops(
+    monkeypatch, make, options, most, dtype
+):
     asked = []
     monkeypatch.setattr(sparse_kernels, "_load", lambda *args: asked.append(args))
-    make(CPU, dtype)
+    make(CPU, dtype, *options)
     taken = _checked(monkeypatch, asked)
     assert max(taken.spilled_bytes, taken.frame_bytes) <= most, taken
 
@@ -71,7 +78,6 @@ def _checked(monkeypatch, asked):
     [
         ("sparse_lists", 0),
         ("sparse_postprocess", 0),
-        ("sparse_sums", 0),
         *(("sparse_places", i) for i in range(2)),
         ("sparse_preprocess", 0),
         ("sparse_postprocess_dq", 0),
@@ -80,4 +86,11 @@ def _checked(monkeypatch, asked):
 )
 def test_small_sparse_kernels_compile_without_spills(name, part):
     image, _ = build.compile_kernel(f"attention/sm90/{name}.cu", ("HEAD_DIM=128", "DTYPE=Bf16", f"PART={part}"))
+    assert not resources(image).spilled_bytes
+
+
+@pytest.mark.parametrize(("dim", "gradients"), [(64, 2), (128, 2), (576, 1)])
+def test_kernels_that_add_key_by_key_compile_without_spills(dim, gradients):
+    defines = f"HEAD_DIM={dim}", f"GRADIENTS={gradients}", "DTYPE=Bf16"
+    image, _ = build.compile_kernel("attention/sm90/sparse_sums.cu", defines)
     assert not resources(image).spilled_bytes

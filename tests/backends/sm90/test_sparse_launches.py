@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from megatron_magi.backends import registry
-from megatron_magi.backends.sm90 import latent as latent_hopper
-from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.backends.sm90 import (
+    key_sums,
     sparse_backward,
     sparse_kernels,
     sparse_lists,
@@ -18,6 +17,8 @@ from megatron_magi.backends.sm90 import (
     support,
     tuning,
 )
+from megatron_magi.backends.sm90 import latent as latent_hopper
+from megatron_magi.backends.sm90 import sparse as sparse_hopper
 from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.cuda.driver import Kernel
 from megatron_magi.operands.passes import BackwardInputs
@@ -31,9 +32,9 @@ from tests.backends.sm90.fake_driver import fake_driver
 def launched(monkeypatch):
     """Names of the kernels that are queued."""
     with fake_driver(monkeypatch) as names:
-        for module in (sparse_hopper, sparse_backward, sparse_lists, sparse_single_keys):
+        for module in (sparse_hopper, sparse_backward, sparse_lists, sparse_single_keys, key_sums, latent_hopper):
             monkeypatch.setattr(module, "current_stream", lambda _device: 0)
-        for module in (sparse_hopper, sparse_backward, sparse_single_keys):
+        for module in (sparse_hopper, sparse_backward, key_sums, latent_hopper):
             monkeypatch.setattr(module, "sm_count", lambda _device: 132)
         monkeypatch.setattr(sparse_kernels, "_load", lambda _d, name, _m, threads, size: Kernel(name, threads, size))
         yield names
@@ -103,9 +104,7 @@ def test_columns_of_sums_of_latent_keys_are_put_in_order():
     assert torch.equal(latent_hopper._in_order(wanted[..., order].contiguous(), torch.float32), wanted.transpose(0, 1))
 
 
-def test_latent_keys_queue_one_kernel_of_all_query_heads(launched, monkeypatch):
-    for name, value in (("current_stream", 0), ("sm_count", 132)):
-        monkeypatch.setattr(latent_hopper, name, lambda _device, value=value: value)
+def test_latent_keys_queue_one_kernel_of_all_query_heads(launched):
     for heads, parts in (((64, 1), 1), ((128, 1), 2), ((80, 2), 1), ((130, 1), 3)):
         q, kv = torch.zeros(90, heads[0], 576, dtype=torch.bfloat16), torch.zeros(300, heads[1], 576).bfloat16()
         indices = torch.zeros(90, 1, 70, dtype=torch.int64)
@@ -116,7 +115,7 @@ def test_latent_keys_queue_one_kernel_of_all_query_heads(launched, monkeypatch):
         assert (params.num_items, params.parts, params.group) == (90 * heads[1] * parts, parts, heads[0] // heads[1])
         assert (params.entry_row, params.entry_list, params.topk, params.num_keys) == (70, 0, 70, 300)
         inputs = BackwardInputs(q, kv, kv[..., :512], out.float(), meta.lse, meta.lse)
-        dq, dkv = latent_hopper.backward(inputs, SparsePattern((indices.transpose(0, 1),), 1, 1, False), 0.5)
+        dq, dkv = latent_hopper.backward(inputs, SparsePattern((indices.transpose(0, 1),), 1, 1, False), 0.5, False)
         assert (dq.shape, dkv.shape, dkv.dtype) == (q.shape, kv.shape, kv.dtype)
         params = launched.params["latent_backward"]
         assert (params.num_items, params.parts, params.group) == (90 * heads[1] * parts, parts, heads[0] // heads[1])
@@ -124,6 +123,75 @@ def test_latent_keys_queue_one_kernel_of_all_query_heads(launched, monkeypatch):
     assert launched == ["latent_forward", "latent_backward"] * 4
     with pytest.raises(ValueError, match=r"^kv: latent impl 'ffa' takes head_dim 576 with dim_v 512, got 576 and 500"):
         latent_sparse_attention(q, kv, indices, softmax_scale=0.5, dim_v=500, impl="ffa")
+
+
+@pytest.mark.usefixtures("launched")
+def test_gradients_of_latent_keys_are_stored_where_sums_exceed_the_cache_and_few_lists_name_a_key():
+    """Of one tile of heads: what a second one adds to is in the cache."""
+
+    def stores(keys, width, heads=64, dtype=torch.bfloat16):
+        q, kv = (torch.empty(n, h, 576, dtype=dtype, device="meta") for n, h in ((4096, heads), (keys, 1)))
+        return latent_hopper._stores(q, kv, width)
+
+    k = 1024
+    assert all(stores(*case) for case in ((64 * k, 512), (128 * k, 512), (128 * k, 1024), (128 * k, 512, 16)))
+    assert not stores(64 * k, 512, dtype=torch.float16)
+    assert not any(stores(*case) for case in ((32 * k, 512), (64 * k, 1024), (128 * k, 2048), (128 * k, 512, 128)))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_queries_give_to_latent_keys_is_stored_a_part_at_a_time(launched, monkeypatch, deterministic):
+    """300 keys: sums have 691 KB, twice as much is stored at a time: 9 tiles with 128 places, of 4 or 9 queries."""
+    monkeypatch.setattr(latent_hopper, "storing_pays", lambda *_: True)
+    monkeypatch.setattr(tuning, "GIVEN_LATENT_BYTES", 0)
+    heads = 128 if deterministic else 64  # two tiles, or one
+    q, kv = torch.zeros(41, heads, 576).bfloat16(), torch.zeros(300, 1, 576).bfloat16()
+    out, lse = q[..., :512], torch.zeros(41, heads)
+    pattern = SparsePattern.of_keys(torch.zeros(1, 41, 70, dtype=torch.int32))
+    asked, empty = [], torch.empty
+
+    def note(*size, **options):
+        found = empty(*size, **options)
+        asked.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(torch, "empty", note)
+    inputs = BackwardInputs(q, kv, kv[..., :512], out, lse, lse)
+    dq, dkv = latent_hopper.backward(inputs, pattern, 0.5, deterministic)
+    assert (dq.shape, dkv.shape, dkv.dtype) == (q.shape, kv.shape, kv.dtype)
+    rows, packs = (4, 2) if deterministic else (9, 1)
+    of_part = [*([] if deterministic else ["sparse_places"] * 2), "latent_backward", "sparse_sums"]
+    assert launched == of_part * num_blocks(41, rows)
+    assert rows * packs * 128 * 576 * 2 in asked and rows * packs * 128 * 576 * 2 <= 2 * 4 * kv.numel()
+    last, left = launched.params["sparse_sums"], (41 - 1) % rows + 1
+    assert (last.reads_sums, last.writes_sums, last.packs, last.list_heads) == (1, 0, packs, 1)
+    assert last.pack_places == 128 * left
+    params = launched.params["latent_backward"]
+    assert (params.list_places, params.pack_places, params.together) == (128, 128 * left, 0)
+    assert params.num_items == left * packs
+
+
+def test_probabilities_are_shifted_in_fp16_so_that_ds_has_the_size_that_it_has_without_the_scale():
+    assert [latent_hopper._shift(torch.float16, scale) for scale in (1.0, 0.3, 192**-0.5, 1e-9, 3.0, -0.5, 0.0)] == [
+        0, 2, 4, 10, 0, 1, 0
+    ]  # fmt: skip
+    assert latent_hopper._shift(torch.bfloat16, 192**-0.5) == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_latent_gradients_without_a_kernel_that_ran_are_left_to_the_second_backend(dtype, deterministic):
+    def backend(name):
+        return SimpleNamespace(
+            forward=None, row_delta=None, takes_backward=latent_hopper.takes_backward,
+            backward=lambda *args: (name, args[-1]),
+        )  # fmt: skip
+
+    both = registry.Completed(backend("first"), backend("second"))
+    name = "second" if deterministic and dtype == torch.float16 else "first"
+    assert both.backward(SimpleNamespace(q=torch.empty(0, dtype=dtype)), None, 0.5, deterministic) == (
+        name, deterministic
+    )  # fmt: skip
 
 
 def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(launched, monkeypatch):
@@ -211,12 +279,12 @@ def test_other_dtypes_and_devices_are_refused_by_name(monkeypatch):
         index_sparse_attention(*tensors(64, torch.float32), indices, impl="ffa")
 
 
-def test_gradients_of_single_keys_are_stored_where_sums_exceed_the_cache_and_few_lists_name_a_key(launched):
+@pytest.mark.usefixtures("launched")
+def test_gradients_of_single_keys_are_stored_where_sums_exceed_the_cache_and_few_lists_name_a_key():
     """As measured on one H200 with 132 SMs, head dim 128."""
 
-    def stores(keys, width, rows=8192):
-        q, k = (torch.empty(n, 1, 128, dtype=torch.bfloat16, device="meta") for n in (rows, keys))
-        return sparse_single_keys.stores(q, k, width)
+    def stores(keys, width):
+        return key_sums.storing_pays(torch.device("meta"), 8192, keys, 2 * 128, width)
 
     k = 1024
     assert all(stores(*case) for case in ((64 * k, 512), (128 * k, 512), (512 * k, 512), (512 * k, 2048)))
@@ -251,7 +319,7 @@ def test_what_queries_give_to_keys_is_stored_a_part_at_a_time(launched, monkeypa
 
 def test_places_that_are_sorted_name_each_key_where_lists_do():
     entries = torch.randint(-3, 13, (2, 7, 70), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    starts, places = sparse_single_keys._sorted_places(entries[:, 1:], 10, sparse_single_keys._Form(2, 128, 6))
+    starts, places = key_sums.sorted_places(entries[:, 1:], 10, key_sums.Form(2, 128, 6))
     assert starts.dtype == places.dtype == torch.int32 and starts.shape == (21,)
     for head in range(2):
         for key in range(10):
