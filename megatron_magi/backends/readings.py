@@ -13,17 +13,19 @@ checkpoint was made.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
 from megatron_magi.backends.base import ChangingMask, is_changing
 
-_MOST_RUNS = 256
+_MOST_RUNS, _MOST_THREADS = 256, 64
 _LOADED = (
     "key: a static key, or static plans, were given another mask between a forward and its backward, which would "
     "compute with that; load after the backward"
@@ -55,55 +57,90 @@ class _Run:
         self.reading, self.last = reading, 0
 
 
+class _Backward:
+    """Forwards inside of a backward of a thread. The engine alone holds it, to call it at the end; it ends with that."""
+
+    def __init__(self, thread: int, number: int) -> None:
+        self.thread, self.number = thread, number
+        self.runs: deque[_Run] = deque(maxlen=_MOST_RUNS)
+
+    def __call__(self) -> None:
+        pass
+
+
 class Readings:
     """Forwards of a mask that recorded no gradients, which a reentrant checkpoint may run again.
 
     They are known by the number that their thread would give to the next node of an autograd graph: it is larger than
-    that of the checkpoint around them, and not larger than that of a later one.
+    that of the checkpoint around them, and not larger than that of a later one. Each thread counts by itself. A
+    checkpoint inside of another is made anew, and its forward run, in the backward of that one; its own backward is
+    nested in that, in the same thread. So such forwards are kept apart, until the backward ends.
     """
 
     def __init__(self) -> None:
-        self._of_threads: dict[int, deque[_Run]] = {}
+        self._here = threading.local()
+        self._outside: OrderedDict[object, deque[_Run]] = OrderedDict()  # of threads, some of which have ended
+        self._inside: WeakSet[_Backward] = WeakSet()
 
     def note(self, reading: Reading) -> None:
         """Adds a forward of this thread."""
-        runs = self._of_threads.setdefault(threading.get_ident(), deque(maxlen=_MOST_RUNS))
+        runs = self._runs_here()
         if not runs or not runs[-1].reading.is_of(reading.content, reading.capture):
             runs.append(_Run(reading))
         runs[-1].last = torch.autograd._get_sequence_nr()
 
     def first_after(self, node: int) -> list[Reading]:
-        """Of each thread the first forward after a node, if there is one: the thread that made the node is unknown."""
-        firsts = (next((run for run in runs if run.last > node), None) for runs in self._of_threads.values())
+        """The first forward after a node, if there is one: of an outer backward of this thread, else of each thread, as
+        that which made the node is unknown.
+        """
+        thread, backward = threading.get_ident(), torch._C._current_graph_task_id()
+        outer = [one.runs for one in list(self._inside) if one.thread == thread and one.number < backward]
+        inside = [run for runs in outer for run in runs if run.last > node]
+        if inside:
+            return [min(inside, key=lambda run: run.last).reading]
+        firsts = [next((run for run in list(runs) if run.last > node), None) for runs in list(self._outside.values())]
         return [run.reading for run in firsts if run is not None]
+
+    def _runs_here(self) -> deque[_Run]:
+        thread, backward = threading.get_ident(), torch._C._current_graph_task_id()
+        if backward >= 0:
+            here = (one for one in list(self._inside) if (one.thread, one.number) == (thread, backward))
+            if (found := next(here, None)) is None:
+                found = _Backward(thread, backward)
+                self._inside.add(found)
+                Variable._execution_engine.queue_callback(found)
+            return found.runs
+        if not hasattr(self._here, "thread"):
+            self._here.thread = object()  # identifiers of threads are used again
+        if self._here.thread not in self._outside:
+            self._outside[self._here.thread] = deque(maxlen=_MOST_RUNS)
+            if len(self._outside) > _MOST_THREADS:
+                self._outside.popitem(last=False)
+        return self._outside[self._here.thread]
 
 
 def reading_of_forward(bands: np.ndarray, has_gradients: bool) -> Reading | None:
     """What a forward reads, for `check_reading` in its backward; None of masks that do not change.
 
+    Where it repeats another one, what that has read.
+
     Args:
         bands: of a call, or of its first stage.
         has_gradients: whether it records gradients.
-
-    Raises:
-        RuntimeError: it repeats a forward, and another mask was loaded after that.
     """
     if not is_changing(bands):
         return None
     mask: ChangingMask = bands.mask
     reading = mask.reading()
+    node = torch._C._current_autograd_node()
+    if isinstance(node, BackwardCFunction):
+        found = mask.readings.first_after(node._sequence_nr())
+        if found and not any(first.is_of(reading.content, reading.capture) for first in found):
+            known = (first for first in found if first.content == reading.content or first.copy is not None)
+            reading = next(known, found[0])
     if not has_gradients:
         mask.readings.note(reading)
-    node = torch._C._current_autograd_node()
-    if not isinstance(node, BackwardCFunction):
-        return reading
-    found = mask.readings.first_after(node._sequence_nr())
-    if not found or any(first.is_of(reading.content, reading.capture) for first in found):
-        return reading
-    for first in found:
-        if first.content == reading.content or first.copy is not None:
-            return first
-    raise RuntimeError(_LOADED)
+    return reading
 
 
 def check_reading(bands: np.ndarray, reading: Reading | None) -> Tensor | None:

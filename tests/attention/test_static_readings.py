@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -119,6 +120,59 @@ def test_forwards_without_a_backward_under_other_masks_do_not_matter(setting, ki
 
 
 @pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thread_that_runs_backwards_counts_nodes_of_its_own(setting, kind):
+    """As that of a GPU does."""
+    static, plans, (*qkv, dout) = setting
+    forward, ahead = layer_of(kind, static, qkv), torch.ones(1, requires_grad=True)
+
+    def backward(out: torch.Tensor, num_nodes: int) -> None:
+        kept = [ahead * 1 for _ in range(num_nodes)]
+        out.backward(dout)
+        del kept
+
+    with ThreadPoolExecutor(1) as thread:
+        for num_nodes in (0, 500, 500):
+            firsts = forward(), forward()
+            assert static.load(plans[1]) is None
+            thread.submit(backward, forward(), num_nodes).result()
+            with pytest.raises(RuntimeError, match=BETWEEN):
+                thread.submit(backward, firsts[0], num_nodes).result()
+            assert static.load(plans[0]) is None
+            thread.submit(backward, firsts[1], num_nodes).result()
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_step_may_have_a_thread_of_its_own(setting, kind):
+    static, plans, (*qkv, dout) = setting
+    forward = layer_of(kind, static, qkv)
+
+    def step(number: int) -> None:
+        kept = [qkv[0] * 1 for _ in range((8 - number) * 20)]
+        assert static.load(plans[number % 3]) is None
+        forward().backward(dout)
+        del kept
+
+    for number in range(8):
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(step, number).result()
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_of_another_mask_may_come_between_if_the_mask_is_loaded_again(setting, kind):
+    static, plans, (*qkv, dout) = setting
+    forward = layer_of(kind, static, qkv)
+    out = forward()
+    assert static.load(plans[1]) is None
+    with torch.no_grad():
+        forward()
+    assert static.load(plans[0]) is None
+    out.backward(dout)
+
+
+@pytest.mark.usefixtures("launched")
 def test_a_mask_with_the_content_of_the_first_is_the_first(setting):
     static, _, (*qkv, dout) = setting
     out = layer_of("plain", static, qkv)()
@@ -200,9 +254,10 @@ def test_one_launch_of_several_ranks_compares_likewise(
     assert launched[:2] == [plan.plan_hash for plan in plans]
 
 
-def test_a_graph_that_runs_a_checkpoint_again_compares_the_mask_of_the_first_forward(launched, captures, setting):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_that_runs_a_checkpoint_again_compares_the_mask_of_the_first_forward(launched, captures, setting, kind):
     static, plans, (*qkv, dout) = setting
-    forward = layer_of("reentrant", static, qkv)
+    forward = layer_of(kind, static, qkv)
     forward().backward(dout)
     captures.number = 1
     outs = [forward() for _ in range(3)]
