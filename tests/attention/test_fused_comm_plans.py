@@ -238,8 +238,11 @@ def test_a_forward_that_fetches_much_from_several_ranks_goes_by_stages():
         plan = plan_of(builders.causal(total), num_ranks, 1)
         casts = [joined_cast(plan.for_rank(rank), torch.device("cpu")) for rank in range(num_ranks)]
         assert {fused_comm.Fetched(cast, lambda: None, "auto").forward_pays(k, k) for cast in casts} == {expected}
-    for more, expected in ((0, True), (1, False)):  # rows of 4 KB, of which 64 MB hold 16,384
-        cast = SimpleNamespace(num_ranks=3, most=MostRows(1 << 20, (1 << 14) + more, 1 << 20))
+    limit = 1 << 14  # rows of 4 KB, of which 64 MB hold so many
+    for received, usual, expected in (
+        (limit, None, True), (limit + 1, None, False), (4 * limit, limit, True), (4 * limit, limit + 1, False)
+    ):  # fmt: skip
+        cast = SimpleNamespace(num_ranks=3, most=MostRows(1 << 20, received, 1 << 20), usual=usual)
         assert fused_comm.Fetched(cast, lambda: None, "auto").forward_pays(k, k) is expected
 
 

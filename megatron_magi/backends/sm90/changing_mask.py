@@ -224,7 +224,8 @@ class StaticMask:
             source = self._source(tiling, self._now)
             places = self.memory.take(), self.memory.take()
             sources = self._sources(tiling)
-            room, longest = _with_room(sources, tiling, self._headroom), _longest(sources)
+            most = self._shape[tiling.is_backward]
+            room, longest = _with_room(sources, tiling, self._headroom, most), _longest(sources)
             made = _StaticPlan(*room, tiling=tiling, mask=weakref.ref(self), numbers=places, longest=longest)
             self._plans[tiling] = made
             self._copy(self._tables(made, source))
@@ -255,7 +256,8 @@ class StaticMask:
             items = ((name, length, room, room / self._headroom) for name, length, room in of_schedules)
             for name, length, room, longest in (*parts, *items):
                 if length > room:
-                    found.append((f"its table of {name} is {length} long, there is room for {room}", length / longest))
+                    needed = length / longest if longest else math.inf
+                    found.append((f"its table of {name} is {length} long, there is room for {room}", needed))
         return (found[0][0], max(least for _, least in found)) if found else None
 
     def capture(self) -> int:
@@ -333,13 +335,16 @@ def _longest(sources: Sequence[DevicePlan]) -> tuple[int, ...]:
     return tuple(map(max, zip(*map(_lengths, sources), strict=True)))
 
 
-def _with_room(sources: Sequence[DevicePlan], tiling: Tiling, headroom: float) -> tuple[HostPlan, Tensor]:
-    """Allocates tables with headroom over these, and makes a plan on the host."""
+def _with_room(sources: Sequence[DevicePlan], tiling: Tiling, headroom: float, most: int) -> tuple[HostPlan, Tensor]:
+    """Allocates tables with headroom over these, of which none may see anything, and with tiles for ``most`` rows, or
+    keys of a backward; makes a plan on the host.
+    """
     host = sources[0].host
     tiles, passes = (n // words for n, words in zip(_longest(sources), (_TILE_WORDS, _PASS_WORDS), strict=False))
+    rows = tiling.shape[0] if tiling.is_backward else tiling.shape[0] // tiling.packed
+    tiles = max(tiles, -(-most // rows))
     most_tiles = math.ceil(tiles * headroom) + _SPARE_TILES
     most_passes = max(math.ceil(passes * headroom), _TILE_PASSES * tiles) + 2 * _SPARE_TILES
-    rows = tiling.shape[0] if tiling.is_backward else tiling.shape[0] // tiling.packed
     sizes = _TILE_WORDS * most_tiles, _PASS_WORDS * most_passes, 2 * rows * most_passes + 4
     costs = np.ones(most_tiles, dtype=np.int64)
     costs[: host.num_tiles] = host.costs

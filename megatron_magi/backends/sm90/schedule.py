@@ -135,7 +135,8 @@ def most_items(
     pieces = num_tiles * longest // tuning.PIECE_BLOCKS
     pieces += 2 * num_sms * longest * _QUERIES * _query_bytes(narrow) // tuning.L2_BYTES + 1
     last = num_sms * (longest // tuning.LEAST_PIECE_BLOCKS)  # of `_cut_last`
-    return heads_kv * group * (num_tiles + pieces) + last
+    pieces = min(heads_kv * group * pieces, 2 * tuning.MOST_PIECES)  # which `_piece` limits too, rounded down
+    return heads_kv * group * num_tiles + pieces + last
 
 
 def _best_schedule(work: _Work, max_split: int, long_tile: int, narrow: bool) -> Schedule:

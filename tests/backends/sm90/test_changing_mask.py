@@ -10,6 +10,7 @@ from megatron_magi.backends.base import MaskSize
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.changing_mask import StaticMask, StaticMemory, _parts
 from megatron_magi.backends.sm90.plan import Tiling, device_plan, make_host_plan, schedule_of
+from megatron_magi.backends.sm90.schedule import most_items
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask import bands as bd
 from megatron_magi.runtime import upload as upload_module
@@ -128,3 +129,21 @@ def test_where_there_is_no_room_the_headroom_that_would_do_is_known():
     assert "there is room for" in text and headroom > 1.5
     assert static_mask(few, headroom).shortage(size) is None
     assert static_mask(few, 0.9 * headroom).shortage(size) is not None
+
+
+def test_a_first_mask_that_shows_nothing_leaves_room_for_tiles_of_all_rows():
+    """As of a stage for which the first batch fetches nothing."""
+    nothing, causal = AttnMask([], TOTAL), builders.causal(TOTAL)
+    mask = static_mask(nothing, 2.0)
+    assert mask.shortage(MaskSize(causal.bands, TOTAL, TOTAL)) is None
+    trees = AttnMask([(0, TOTAL, at, at + 10, 0) for at in range(0, TOTAL - 10, 20)], TOTAL)
+    text, headroom = mask.shortage(MaskSize(trees.bands, TOTAL, TOTAL))
+    assert "there is room for" in text and headroom == np.inf
+
+
+def test_items_of_long_sequences_take_bounded_memory():
+    for tokens in (1 << 17, 1 << 20, 1 << 22):
+        most = most_items(tokens // 128, tokens, 8, 4, 132, 300, False)
+        assert most <= 32 * (tokens // 128) + (1 << 21) + 132 * tokens // 64
+        plan = device_plan(builders.causal(tokens).bands, Tiling(True, tokens, (128, 64)), CPU)
+        assert len(schedule_of(plan, 8, 4, 132, 300, False).items) <= most
