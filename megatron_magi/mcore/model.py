@@ -85,7 +85,7 @@ class MagiModelMixin:
         if has_experts and params is not None:
             dispatch, is_masked = params.plans.dispatch, arguments.get("padding_mask") is not None
             sizes = (params.layout.batch_size, dispatch.total_seqlen, dispatch.padded_seqlen)
-            check_dispatched_experts(self.config, *sizes, is_masked)
+            check_dispatched_experts(self.config, *sizes, is_masked=is_masked, is_training=self.training)
         return arguments
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -483,12 +483,13 @@ def _check_full_iteration(args: Namespace) -> None:
             raise ValueError(f"cuda_graph_impl: full_iteration does not work with {name} and --attention-backend magi")
 
 
-def check_padded_experts(options: Any, advice: str) -> None:
+def check_padded_experts(options: Any, advice: str, *, is_training: bool = True) -> None:
     """Refuses what takes padding for tokens in layers of experts, where there is padding.
 
     Args:
         options: a command line, or a ``TransformerConfig``.
         advice: ends the message.
+        is_training: numbers of tokens enter losses and biases of the router, which evaluations have not.
 
     Raises:
         ValueError: there is something.
@@ -499,7 +500,7 @@ def check_padded_experts(options: Any, advice: str) -> None:
         "mlp_chunks_for_training": getattr(options, "mlp_chunks_for_training", 1) > 1,
     }
     for name, is_given in unmasked.items():
-        if is_given and _router_counts_tokens(options):
+        if is_given and is_training and _router_counts_tokens(options):
             raise ValueError(f"{name}: Megatron's router takes padding for tokens there; {advice}")
     for kind in ("sinkhorn", "quantile_balancing"):
         if kind in _balancing(options):
@@ -508,7 +509,9 @@ def check_padded_experts(options: Any, advice: str) -> None:
         raise ValueError(f"moe_expert_capacity_factor: padding would take the place of tokens; {advice}")
 
 
-def check_dispatched_experts(config: Any, num_sequences: int, num_tokens: int, num_rows: int, is_masked: bool) -> None:
+def check_dispatched_experts(
+    config: Any, num_sequences: int, num_tokens: int, num_rows: int, *, is_masked: bool, is_training: bool
+) -> None:
     """Refuses a microbatch that layers of experts would not take as stock Megatron does on one rank.
 
     For models that no command line was checked for.
@@ -519,21 +522,27 @@ def check_dispatched_experts(config: Any, num_sequences: int, num_tokens: int, n
         num_tokens: of all of them.
         num_rows: likewise, with padding.
         is_masked: the model was given the mask of padding.
+        is_training: losses and biases of the router count; in evaluations they do not.
 
     Raises:
         ValueError: the router has a loss a sequence, and there are several; or it would count padding.
     """
-    if num_sequences > 1 and any(_coefficients(config)):
+    kinds, coefficients = _balancing(config), _coefficients(config)
+    each = coefficients if len(coefficients) == len(kinds) else coefficients * len(kinds)
+    counts_sequences = any(kind == "seq_aux_loss" and each[i] for i, kind in enumerate(kinds))
+    if is_training and num_sequences > 1 and counts_sequences:
         check_router_sequences(config, "the sequences of a microbatch are dispatched together; give it one sequence")
     if num_rows == num_tokens:
         return
-    if not is_masked:
+    if is_training and not is_masked and _router_counts_tokens(config):
         raise ValueError(
             "padding_mask: none was given, and the router of experts would count padding; call the model inside "
             "given(batch), or give it the batch's"
         )
     check_padded_experts(
-        config, f"this microbatch of {num_tokens} tokens is padded to {num_rows}; give one that needs no padding"
+        config,
+        f"this microbatch of {num_tokens} tokens is padded to {num_rows}; give one that needs no padding",
+        is_training=is_training,
     )
 
 

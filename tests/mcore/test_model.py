@@ -110,7 +110,7 @@ EXPERTS = {
 }
 
 
-def _completed(options: dict, num_sequences: int, seqlen: int, *, is_given: bool = True) -> dict:
+def _completed(options: dict, num_sequences: int, seqlen: int, *, is_given: bool = True, training: bool = True) -> dict:
     """Arguments of a model with experts for a microbatch that two ranks share."""
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "attention_dropout": 0.0}
     config = TransformerConfig(**sizes, **{**EXPERTS, **options})
@@ -118,7 +118,7 @@ def _completed(options: dict, num_sequences: int, seqlen: int, *, is_given: bool
     tokens = torch.arange(num_sequences * seqlen).view(num_sequences, seqlen)
     fields = dict.fromkeys(("tokens", "labels", "position_ids"), tokens) | {"loss_mask": torch.ones(tokens.shape)}
     batch = BatchDispatcher(planner, None).dispatch(fields)
-    holder = SimpleNamespace(config=config, _given=batch if is_given else None)
+    holder = SimpleNamespace(config=config, _given=batch if is_given else None, training=training)
     return MagiModelMixin._completed(holder, {} if is_given else {"packed_seq_params": batch.params})
 
 
@@ -146,12 +146,24 @@ def test_padding_without_its_mask_is_refused_where_there_are_experts() -> None:
     _completed({}, 1, 8, is_given=False)
     with pytest.raises(ValueError, match=r"^padding_mask: none was given"):
         _completed({}, 1, 9, is_given=False)
+    _completed({"moe_aux_loss_coeff": 0.0}, 1, 9, is_given=False)
+
+
+def test_evaluations_count_no_tokens_and_are_refused_only_what_sends_them_elsewhere() -> None:
+    of_sequences = {"moe_router_load_balancing_type": "seq_aux_loss"}
+    _completed(of_sequences, 2, 9, training=False)
+    _completed({"mlp_chunks_for_training": 2}, 1, 9, training=False)
+    _completed({}, 1, 9, is_given=False, training=False)
+    for options in ({"moe_expert_capacity_factor": 1.0}, {"moe_router_load_balancing_type": "sinkhorn"}):
+        with pytest.raises(ValueError, match=r"^moe_.* is padded to 12"):
+            _completed(options, 1, 9, training=False)
 
 
 def test_a_balancing_loss_of_each_sequence_is_refused_for_several() -> None:
     """Sequences are dispatched together: a rank's rows of Megatron's batch are of both."""
     of_sequences = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}
-    _completed({**of_sequences, "moe_aux_loss_coeff": [0.0, 0.0]}, 2, 8)
+    for coefficients in ([0.0, 0.0], [0.1, 0.0]):
+        _completed({**of_sequences, "moe_aux_loss_coeff": coefficients}, 2, 8)
     with pytest.raises(ValueError, match=r"^moe_router_load_balancing_type: seq_aux_loss .* give it one sequence"):
         _completed({**of_sequences, "moe_aux_loss_coeff": [0.1, 0.1]}, 2, 8)
 
