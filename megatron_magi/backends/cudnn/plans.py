@@ -169,7 +169,7 @@ def is_split(plan: Any) -> bool:
 
 def _seen(bands: np.ndarray, shape: Shape) -> Seen:
     """What the package is told of a mask."""
-    sequences = split(bands, shape.num_rows, shape.num_keys)
+    sequences = split(bands, shape.num_rows, shape.num_keys, shape.num_heads[1])
     return Seen(row_intervals(bands if sequences is None else local(bands, sequences), shape.num_rows), sequences)
 
 

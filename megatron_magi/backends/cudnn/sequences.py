@@ -16,8 +16,12 @@ _ROWS, _KEYS = 64, 128
 """Of a tile: those of backwards on Hopper, head dims 72 to 128."""
 _BLOCK = 0.25
 """Tiles that take as long as a block that is started: of short documents on an H200 (docs/performance_details.md)."""
-_MOST_SEQUENCES = 32768
-"""Fewer than the blocks that a GPU starts along an axis, padding included."""
+_SPARE = 128
+"""Most rows that the backward's sums in fp32 have more for each sequence; all together at most as many again."""
+_MOST_STEPS = 100_000
+"""Of one thread of the device, which sorts sequences times key heads in a plan by pairs (read off nvidia-cudnn-frontend
+1.32, not timed). About 150 sequences for 8 key heads.
+"""
 
 
 class Sequences(NamedTuple):
@@ -34,19 +38,23 @@ class Sequences(NamedTuple):
     longest: tuple[int, int]
 
 
-def split(bands: bd.IntArray, num_rows: int, num_keys: int) -> Sequences | None:
+def split(bands: bd.IntArray, num_rows: int, num_keys: int, num_heads_kv: int) -> Sequences | None:
     """The sequences as which a mask is planned; None if it is planned as a whole.
 
     Args:
         bands: int64 ``[m, 6]``.
         num_rows, num_keys: of the mask.
+        num_heads_kv: key heads.
 
     Returns:
         Sequences of which each has rows and keys, and all keys that its rows see; rows and keys in no pair belong to
         the one before.
     """
     starts = _starts(bd.tighten(bands))
-    if not 1 < len(starts[0]) <= _MOST_SEQUENCES:
+    count = len(starts[0])
+    if count < 2 or count**2 * num_heads_kv // 2 > _MOST_STEPS:
+        return None
+    if count * _SPARE > min(num_rows, num_keys):
         return None
     each = np.append(starts[0], num_rows), np.append(starts[1], num_keys)
     whole = np.array([0, num_rows]), np.array([0, num_keys])

@@ -20,6 +20,7 @@ def always_split() -> Iterator[None]:
     """Each sequence of a mask is one for the package, whatever it costs."""
     with (
         mock.patch.object(sequences, "_cost", lambda _ends, parts: -len(parts[0])),
+        mock.patch.object(sequences, "_SPARE", 0),
         mock.patch.object(plans, "_plans", LruCache(1 << 30)),
     ):
         yield

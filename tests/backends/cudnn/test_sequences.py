@@ -26,7 +26,7 @@ def lengths_of(found: sequences.Sequences) -> tuple[list[int], list[int]]:
 def check(mask: AttnMask) -> sequences.Sequences | None:
     """Sequences mean the mask, whatever they are."""
     rows, keys = mask.total_seqlen_q, mask.total_seqlen_k
-    found = sequences.split(mask.bands, rows, keys)
+    found = sequences.split(mask.bands, rows, keys, num_heads_kv=8)
     if found is None:
         return None
     assert found.rows.dtype == found.keys.dtype == np.int32 and len(found.rows) == len(found.keys) > 2
@@ -113,7 +113,7 @@ def test_other_masks_are_planned_as_a_whole(mask):
 )
 def test_sequences_are_split_where_that_saves_more_tiles_than_it_starts_blocks(lengths, gains):
     total = sum(lengths)
-    found = sequences.split(builders.varlen(doc_lengths=lengths, causal=True).bands, total, total)
+    found = sequences.split(builders.varlen(doc_lengths=lengths, causal=True).bands, total, total, num_heads_kv=1)
     assert (found is not None) == gains
 
 
@@ -121,3 +121,11 @@ def test_the_number_of_sequences_takes_few_values():
     numbers = {n: len(sequences._padded(np.arange(n + 1))) - 1 for n in range(1, 2000)}
     assert all(n <= padded <= n + n // 8 for n, padded in numbers.items())
     assert len(set(numbers.values())) < 15 + 8 * 8
+
+
+@pytest.mark.parametrize(("length", "count", "num_heads_kv"), [(100, 40, 8), (300, 200, 8), (300, 100, 32)])
+def test_more_sequences_than_pay_for_their_plan_and_memory_are_planned_as_a_whole(length, count, num_heads_kv):
+    mask = builders.varlen(doc_lengths=[length] * count)
+    total = length * count
+    assert sequences.split(mask.bands, total, total, num_heads_kv) is None
+    assert sequences.split(builders.varlen(doc_lengths=[300] * 100).bands, 30000, 30000, 8) is not None
