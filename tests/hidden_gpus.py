@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from megatron_magi import cpu_device
 from megatron_magi.backends.sm90 import support
 from megatron_magi.cuda.target import target_of
 from tests import forced
@@ -28,6 +29,8 @@ def no_gpus() -> Iterator[None]:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(torch.cuda, "device_count", lambda: 0)
+        # Processes of their own need it; here it would stay, and tests on GPUs follow.
+        patch.setattr(cpu_device, "install", lambda *, force=False, real=cpu_device.install: force and real(force=True))
         _forget()
         try:
             yield

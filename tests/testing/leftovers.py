@@ -17,7 +17,7 @@ def leave_processes(folder: Path) -> None:
 
     Each writes its id into a file of ``folder``; all are there when this returns.
     """
-    ignore = "import signal, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; time.sleep(100)"
+    ignore = "import signal, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; time.sleep(1000)"
     for name, session in (("child", False), ("session", True)):
         process = subprocess.Popen([sys.executable, "-S", "-c", ignore], start_new_session=session)
         (folder / name).write_text(str(process.pid))
@@ -37,7 +37,7 @@ def _stay(path: Path) -> None:
         signal.signal(number, signal.SIG_IGN)
     path.with_suffix(".tmp").write_text(str(os.getpid()))
     path.with_suffix(".tmp").rename(path)
-    time.sleep(100)
+    time.sleep(1000)
     os._exit(0)
 
 
@@ -52,7 +52,7 @@ def end(how: str) -> None:
     elif how == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "hangs":
-        time.sleep(100)
+        time.sleep(1000)
 
 
 def running(folder: Path) -> list[str]:

@@ -131,7 +131,7 @@ from pathlib import Path
 from tests.testing.leftovers import leave_processes
 leave_processes(Path({str(tmp_path)!r}))
 Path({str(tmp_path)!r}, "ready").write_text(f"{{os.getpid()}} {{os.getppid()}}")
-time.sleep(100)
+time.sleep(1000)
 """
     program = f"""if True:
         import torch

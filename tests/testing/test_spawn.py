@@ -51,7 +51,7 @@ def test_a_failing_rank_raises_with_its_traceback_while_others_wait_for_it():
 def rank_one_dies(rank, num_ranks):
     if rank == 1:
         os._exit(7)
-    time.sleep(100)
+    time.sleep(1000)
 
 
 def test_a_rank_that_dies_raises_with_its_exit_code():
@@ -63,7 +63,7 @@ def write_pid_then_hang(rank, num_ranks, folder):
     Path(folder, f"{rank}.tmp").write_text(str(os.getpid()))
     Path(folder, f"{rank}.tmp").rename(Path(folder, str(rank)))
     if rank == 1:
-        time.sleep(100)
+        time.sleep(1000)
 
 
 def test_a_time_out_names_the_ranks_still_running_and_where_and_kills_all(tmp_path):
@@ -145,7 +145,7 @@ def test_a_supervisor_that_dies_is_named():
 def kill_the_supervisor(rank, num_ranks):
     if rank == 1:
         os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(100)
+    time.sleep(1000)
 
 
 def run_inside(rank, num_ranks):
