@@ -58,7 +58,7 @@ class _Run:
 
 
 class _Backward:
-    """Forwards inside of a backward of a thread. The engine alone holds it, to call it at the end; it ends with that."""
+    """Forwards inside of a backward of a thread. Only the engine holds it, to call it at the end; it ends with that."""
 
     def __init__(self, thread: int, number: int) -> None:
         self.thread, self.number = thread, number
