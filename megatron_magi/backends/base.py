@@ -645,8 +645,8 @@ class _LatentForward(Protocol):
 class LatentPart(_LatentForward, Protocol):
     """The same with a backward for some of the calls."""
 
-    def takes_backward(self, dtype: torch.dtype, deterministic: bool) -> bool:
-        """Whether `backward` is for such calls, of a dtype that the forward takes."""
+    def takes_backward(self, dtype: torch.dtype) -> bool:
+        """Whether `backward` is for a dtype that the forward takes."""
 
     def backward(
         self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool

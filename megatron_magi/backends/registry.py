@@ -33,8 +33,8 @@ SPARSE: dict[str, Sparse] = {name: backend.sparse for name, backend in BACKENDS.
 
 
 class Completed:
-    """Attention over lists of latent keys by two backends; the second for delta, and for the calls that the first has
-    no backward for.
+    """Attention over lists of latent keys by two backends; the second for delta, and for dtypes that the first has no
+    backward for.
     """
 
     def __init__(self, first: LatentPart, second: Latent) -> None:
@@ -45,7 +45,7 @@ class Completed:
         self, inputs: BackwardInputs, pattern: SparsePattern, softmax_scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor]:
         """See `megatron_magi.backends.base.Latent`."""
-        taken = self._first.takes_backward(inputs.q.dtype, deterministic)
+        taken = self._first.takes_backward(inputs.q.dtype)
         return (self._first if taken else self._second).backward(inputs, pattern, softmax_scale, deterministic)
 
     def why_not(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:

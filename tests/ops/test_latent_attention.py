@@ -254,16 +254,15 @@ def test_auto_is_the_first_kernel_that_takes_the_tensors_and_else_the_definition
     assert chosen() is ffa and chosen("cpu") is reference
 
 
-def test_gradients_that_have_to_repeat_or_are_of_fp16_are_those_of_the_kernels_in_triton(monkeypatch):
+def test_gradients_of_fp16_are_those_of_the_kernels_in_triton(monkeypatch):
     from megatron_magi.backends import registry
 
     ffa, triton, device = registry.LATENT["ffa"], registry.LATENT["triton"], torch.device("cpu")
     assert ffa.forward is not triton.forward and ffa.row_delta is triton.row_delta
-    monkeypatch.setattr(triton, "backward", lambda *args: args)
-    monkeypatch.setattr(ffa._first, "backward", lambda *args: args)
+    monkeypatch.setattr(triton, "backward", lambda *args: ("triton", *args))
+    monkeypatch.setattr(ffa._first, "backward", lambda *args: ("ffa", *args))
     inputs, half = (SimpleNamespace(q=torch.empty(0, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16))
-    assert ffa.backward(inputs, "pattern", 0.5, True) == (inputs, "pattern", 0.5, True)
-    assert ffa.backward(inputs, "pattern", 0.5, False) == (inputs, "pattern", 0.5)
-    # Small gradients would be no fp16 numbers where they are multiplied by the scale before they are rounded.
-    assert ffa.backward(half, "pattern", 0.5, False) == (half, "pattern", 0.5, False)
+    for deterministic in (False, True):
+        assert ffa.backward(inputs, "pattern", 0.5, deterministic) == ("ffa", inputs, "pattern", 0.5, deterministic)
+        assert ffa.backward(half, "pattern", 0.5, deterministic) == ("triton", half, "pattern", 0.5, deterministic)
     assert "needs a Hopper GPU" in str(ffa.why_not(device, torch.bfloat16, (576, 512)))
