@@ -136,7 +136,7 @@ def test_a_first_mask_that_shows_nothing_leaves_room_for_tiles_of_all_rows():
     nothing, causal = AttnMask([], TOTAL), builders.causal(TOTAL)
     mask = static_mask(nothing, 2.0)
     assert mask.shortage(MaskSize(causal.bands, TOTAL, TOTAL)) is None
-    trees = AttnMask([(0, TOTAL, at, at + 10, 0) for at in range(0, TOTAL - 10, 20)], TOTAL)
+    trees = AttnMask([(0, TOTAL, at, at + 10, 0) for at in range(0, TOTAL - 10, 200)], TOTAL)
     text, headroom = mask.shortage(MaskSize(trees.bands, TOTAL, TOTAL))
     assert "there is room for" in text and headroom == np.inf
 
