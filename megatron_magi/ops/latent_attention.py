@@ -62,7 +62,7 @@ def latent_sparse_attention(
             indices that are wrong: a pass over memory and a wait for the device each.
         impl: ``auto``, ``reference`` (the listed keys of some queries at a time), ``triton`` (head_dim up to 576, with
             dim_v up to 512 and up to 64 elements behind) or ``ffa`` (fp16 and bf16, head_dim 576 and dim_v 512, on
-            Hopper; deterministic gradients in fp16 are those of ``triton``). ``auto`` on GPUs is the first of ``ffa``
+            Hopper; gradients in fp16 are those of ``triton``). ``auto`` on GPUs is the first of ``ffa``
             and ``triton`` that takes the tensors; one that is named never falls back.
 
     Returns:

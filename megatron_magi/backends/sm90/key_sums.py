@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,11 @@ def form_of(gradients: Sequence[Tensor], entries: Tensor, packs: int, most_bytes
         return Form(packs, places, num_rows)
     wave = sm_count(device)
     return Form(packs, places, max(rows * packs // wave * wave // packs, min(rows, wave)))
+
+
+def query_rows(call: Any, first: int, past: int) -> dict[str, Tensor]:
+    """Of the tensors of a backward that have a row for each query, by name, those of queries ``first`` to ``past``."""
+    return {name: getattr(call, name)[first:past] for name in ("q", "dout", "lse", "delta", "dq")}
 
 
 def storing_pays(device: torch.device, num_rows: int, num_keys: int, columns: int, width: int) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_magi.backends.base import check_support, with_output
 from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.kernels import params as params_of
-from megatron_magi.backends.sm90.key_sums import Form, add_stored, storing_pays
+from megatron_magi.backends.sm90.key_sums import Form, add_stored, query_rows, storing_pays
 from megatron_magi.backends.sm90.sparse_kernels import LATENT_DIMS, latent_backward_kernel, latent_kernel, readable
 from megatron_magi.backends.sm90.sparse_lists import lists_of
 from megatron_magi.backends.sm90.support import LOG2_E, in_dtype, kernels_exist, launch_counter, sm_count
@@ -132,7 +132,8 @@ def _stores(q: Tensor, kv: Tensor, width: int) -> bool:
     It is not where several tiles of a query give to the same keys: what the first one adds to is then in the L2 cache
     for the others.
     """
-    return _parts(q, kv) == 1 and storing_pays(q.device, q.shape[0], kv.shape[0], kv.shape[2], width)
+    runs = takes_backward(q.dtype)
+    return runs and _parts(q, kv) == 1 and storing_pays(q.device, q.shape[0], kv.shape[0], kv.shape[2], width)
 
 
 class _Call(NamedTuple):
@@ -151,8 +152,7 @@ class _Call(NamedTuple):
 
     def of_rows(self, first: int, past: int) -> _Call:
         """That of the queries from ``first`` to ``past``."""
-        rows = {name: getattr(self, name)[first:past] for name in ("q", "dout", "lse", "delta", "dq")}
-        return self._replace(entries=self.entries[:, first:past], **rows)
+        return self._replace(entries=self.entries[:, first:past], **query_rows(self, first, past))
 
 
 def _attend(call: _Call, into: Tensor, form: Form | None) -> None:

@@ -16,7 +16,7 @@ from megatron_magi.backends.sm90 import sparse_kernels as kernels
 from megatron_magi.backends.sm90 import tuning
 from megatron_magi.backends.sm90.kernels import element
 from megatron_magi.backends.sm90.kernels import params as params_of
-from megatron_magi.backends.sm90.key_sums import Form, add_stored, storing_pays
+from megatron_magi.backends.sm90.key_sums import Form, add_stored, query_rows, storing_pays
 from megatron_magi.backends.sm90.sparse_lists import Lists
 from megatron_magi.backends.sm90.support import LOG2_E, grid_size, launch_counter
 from megatron_magi.cuda.launch import Launch, prepared
@@ -48,8 +48,8 @@ class _Call(NamedTuple):
 
     def of_rows(self, first: int, past: int) -> _Call:
         """That of the queries from ``first`` to ``past``."""
-        rows = {name: getattr(self, name)[first:past] for name in ("q", "dout", "lse", "delta", "dq")}
-        return self._replace(lists=Lists(self.lists.entries[:, first:past]), **rows)
+        lists = Lists(self.lists.entries[:, first:past])
+        return self._replace(lists=lists, **query_rows(self, first, past))
 
 
 def backward(
