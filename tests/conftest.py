@@ -78,7 +78,7 @@ def _why_not(item: pytest.Item) -> str | None:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("sm90"):
+        if any(map(item.get_closest_marker, ("sm90", "cudnn"))):
             item.add_marker(pytest.mark.gpu)
         reason = _why_not(item)
         if reason is not None:

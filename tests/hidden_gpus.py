@@ -13,13 +13,10 @@ from megatron_magi.backends.sm90 import support
 from megatron_magi.cuda.target import target_of
 from tests import forced
 
-_ASKING = ("gpu", "sm90", "cudnn")
-"""Marks of tests that need a GPU."""
-
 
 def asks_for_gpus(item: pytest.Item) -> bool:
     """Whether a test needs a GPU, or a backend is forced that computes on one."""
-    return forced.DEVICE == "cuda" or any(map(item.get_closest_marker, _ASKING))
+    return forced.DEVICE == "cuda" or item.get_closest_marker("gpu") is not None
 
 
 @contextmanager

@@ -529,7 +529,7 @@ def check_dispatched_experts(
     """
     kinds, coefficients = _balancing(config), _coefficients(config)
     each = coefficients if len(coefficients) == len(kinds) else coefficients * len(kinds)
-    counts_sequences = any(kind == "seq_aux_loss" and each[i] for i, kind in enumerate(kinds))
+    counts_sequences = any(kind == "seq_aux_loss" and factor for kind, factor in zip(kinds, each, strict=True))
     if is_training and num_sequences > 1 and counts_sequences:
         check_router_sequences(config, "the sequences of a microbatch are dispatched together; give it one sequence")
     if num_rows == num_tokens:

@@ -33,6 +33,13 @@ DIMS = [(64, 64), (128, 128), (40, 40), pytest.param((256, 256), marks=pytest.ma
 TWO_DIMS = [(192, 128), (40, 72)]
 """Of q and k, and of v: on Hopper with one query head for each key head."""
 HEADS = [(16, 1), (6, 4), (1, 4)]
+OPTIONS = {
+    "heads": st.sampled_from(HEADS),
+    "sink": st.sampled_from([None, "sh", "ssh"]),
+    "deterministic": st.booleans(),
+    "seed": st.integers(0, 99),
+}
+"""Of random cases, besides the mask."""
 
 
 def run(case: Case, **options) -> dict[str, torch.Tensor]:
@@ -61,46 +68,42 @@ def check(case: Case, got: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", [*DIMS, *TWO_DIMS], ids=str)
 @settings(max_examples=20)
-@given(
-    mask=masks(longest=400),
-    heads=st.sampled_from(HEADS),
-    sink=st.sampled_from([None, "sh", "ssh"]),
-    deterministic=st.booleans(),
-    seed=st.integers(0, 99),
-)
+@given(mask=masks(longest=400), **OPTIONS)
 def test_random_masks_match_fp64(dims, dtype, mask, heads, sink, deterministic, seed):
-    heads = (16, 1) if dims in TWO_DIMS else heads
-    case = Case(mask, *heads, *dims, sink=sink, dtype=dtype, device="cuda", seed=seed)
-    check(case, run(case, deterministic=deterministic))
+    check_random(dims, dtype, mask, heads, sink, deterministic, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", [*DIMS, *TWO_DIMS], ids=str)
 @settings(max_examples=20)
-@given(
-    mask=documents(longest=300),
-    heads=st.sampled_from(HEADS),
-    sink=st.sampled_from([None, "sh", "ssh"]),
-    deterministic=st.booleans(),
-    seed=st.integers(0, 99),
-)
+@given(mask=documents(longest=300), **OPTIONS)
 def test_random_masks_behind_each_other_match_fp64(dims, dtype, mask, heads, sink, deterministic, seed):
+    with always_split():
+        check_random(dims, dtype, mask, heads, sink, deterministic, seed)
+
+
+def check_random(dims, dtype, mask, heads, sink, deterministic, seed):
     heads = (16, 1) if dims in TWO_DIMS else heads
     case = Case(mask, *heads, *dims, sink=sink, dtype=dtype, device="cuda", seed=seed)
-    with always_split():
-        check(case, run(case, deterministic=deterministic))
+    check(case, run(case, deterministic=deterministic))
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(
-    "lengths", [[300, 7, 450, 1200], [300, 7, 450, 60] * 9, [1957]], ids=["sequences", "padded", "whole"]
+    ("lengths", "form", "number"),
+    [
+        ([300, 7, 450, 1200], nullcontext, 4),
+        ([300, 7, 450, 60] * 9 + [500], always_split, 40),
+        ([1957], nullcontext, 0),
+    ],
+    ids=["sequences", "padded", "whole"],
 )
-def test_deterministic_gradients_repeat_bitwise(dims, group, lengths):
+def test_deterministic_gradients_repeat_bitwise(dims, group, lengths, form, number):
     case = Case(packed_causal(lengths), 4, group, *dims, sink="sh", dtype=torch.bfloat16, device="cuda")
-    with always_split():
-        found = split(case.mask.bands, sum(lengths), sum(lengths), group)
-        assert (0 if found is None else len(found.rows) - 1) == {4: 4, 36: 36, 1: 0}[len(lengths)]
+    with form():
+        found = split(case.mask.bands, sum(lengths), sum(lengths), case.num_heads_kv)
+        assert (0 if found is None else len(found.rows) - 1) == number
         first = run(case, deterministic=True)
         for _ in range(3):
             again = run(case, deterministic=True)
