@@ -315,15 +315,50 @@ def test_rates_of_lists_are_those_of_the_results():
             assert cell == sparse_cell(found[keys], with_ratio="(" in cell), (name, length)
 
 
+def latent_rows(file, provider="ffa"):
+    """The rows of a provider by heads, listed keys and all keys."""
+    found = [r for r in rows(file) if r["provider"] == provider]
+    return {(int(r["heads"].split(":")[0]), int(r["keys_seen"]), int(r["keys"])): r for r in found}
+
+
+def latent_lists(name):
+    """Heads and listed keys of a row named as "64, 1,024"."""
+    heads, listed = name.replace(",", "").split()
+    return int(heads), int(listed)
+
+
 def test_rates_over_latent_keys_are_those_of_the_results():
-    """The cuDNN frontend has no forward on Hopper: the file has FlashMLA's, after which its backward was called."""
-    header, *lines = table("docs/performance_details.md", "heads, listed keys")
-    assert header[1:] == ["magi", "FlashMLA", "cuDNN frontend", "TileLang", "Triton"]
+    """The cuDNN frontend has no forward on Hopper."""
+    header, *lines = table("docs/performance_details.md", "heads, listed keys | magi")
+    assert header[1:] == ["magi, forward / backward (ratio)", "cuDNN frontend, backward", "magi / cuDNN"]
+    ours, theirs = (latent_rows("sparse_latent_backward.csv", provider) for provider in ("ffa", "cudnn_dsa"))
+    assert {(*latent_lists(name), 32768) for name, *_ in lines} == set(ours) == set(theirs)
     for name, *cells in lines:
-        heads, topk = name.replace(",", "").split()
-        case = f"{heads}:1", f"mla top {topk}"
-        found = {r["provider"]: r for r in rows("sparse_latent_peers.csv") if (r["heads"], r["case"]) == case}
-        expected = [sparse_cell(found["ffa"], with_ratio=True), found["flash_mla"]["forward_tflops"]]
-        expected.append(f"/ {found['cudnn_dsa']['backward_tflops']}")
-        expected += [sparse_cell(found[other], with_ratio=False) for other in ("tilelang", "triton")]
-        assert cells == expected, name
+        magi, cudnn = (found[*latent_lists(name), 32768] for found in (ours, theirs))
+        ratio = float(cudnn["backward_ms"]) / float(magi["backward_ms"])
+        assert cells == [sparse_cell(magi, with_ratio=True), cudnn["backward_tflops"], f"{ratio:.2f}"], name
+
+
+def test_rates_over_more_latent_keys_are_those_of_the_results():
+    """Emphasis marks cases whose backward is another one today."""
+    header, *lines = table("docs/performance_details.md", "heads, listed keys | 64k keys")
+    found = latent_rows("sparse_latent_lengths.csv")
+    lengths = [1024 * int(length.split("k")[0]) for length in header[1:]]
+    assert {(*latent_lists(name), n) for name, *_ in lines for n in lengths} == {k for k in found if k[2] > 32768}
+    for name, *cells in lines:
+        for length, cell in zip(lengths, cells, strict=True):
+            assert cell.strip("*") == sparse_cell(found[*latent_lists(name), length], with_ratio=True), (name, length)
+
+
+def test_rates_of_other_peers_over_latent_keys_are_those_of_the_results():
+    text = " ".join((ROOT / "docs/performance_details.md").read_text().split())
+    tilelang, triton = (latent_rows("sparse_latent_peers.csv", provider) for provider in ("tilelang", "triton"))
+    cells = [sparse_cell(found[64, listed, 32768], False) for found in (tilelang, triton) for listed in (512, 1024)]
+    of_triton = "the kernels of this project in Triton"
+    assert f"TileLang {cells[0]} and {cells[1]}, {of_triton} {cells[2]} and {cells[3]}." in text
+    peers = ("ffa", "flash_mla")
+    ours, theirs = ([*latent_rows("sparse_latent_forward.csv", peer).values()] for peer in peers)
+    magi, flash_mla = ([int(r["forward_tflops"]) for r in found] for found in (ours, theirs))
+    ratios = [float(b["forward_ms"]) / float(a["forward_ms"]) for a, b in zip(ours, theirs, strict=True)]
+    assert f"{min(magi)} to {max(magi)} by magi, {min(flash_mla)} to {max(flash_mla)} by FlashMLA" in text
+    assert f"({min(ratios):.2f} to {max(ratios):.2f})" in text
