@@ -19,6 +19,7 @@ from megatron_magi.api.mask_types import GeneralAttnMaskType
 from megatron_magi.api.masks import mask_from_ranges, mask_of_key
 from megatron_magi.api.runtime import KeyRuntime, RuntimeCache, default_device
 from megatron_magi.api.static_key import StaticKey
+from megatron_magi.attention.call_signature import verifies
 from megatron_magi.attention.distributed import attend
 from megatron_magi.checks import IntArrayLike, flag, instance, integer, renamed
 from megatron_magi.comm import dispatch as _dispatch
@@ -256,7 +257,7 @@ def dispatch(
         RuntimeError: the ranks' keys disagree, noticed here only where the gradient is to be gathered.
     """
     runtime = _RUNTIMES.get(key)
-    total_seqlen, verify = key.mask.total_seqlen_q, key.config.comm.verify
+    total_seqlen, verify = key.mask.total_seqlen_q, verifies(key.config)
     gathers = is_partial_grad is not True and getattr(x, "requires_grad", False) and torch.is_grad_enabled()
     with told(runtime.agreed().group if gathers else None, verify):
         arguments.rows(x, "x", total_seqlen, f"the sequence has {total_seqlen} tokens")
@@ -287,7 +288,7 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
         RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
     runtime = _RUNTIMES.get(key).agreed()
-    verify = key.config.comm.verify
+    verify = verifies(key.config)
     with told(runtime.group, verify):
         arguments.tensor(x, "x", "[num_rows, ...]")
         flag(is_partial_grad, "is_partial_grad")
@@ -315,14 +316,14 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
         RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
     runtime = _RUNTIMES.get(key).agreed()
-    comm = key.config.comm
-    with told(runtime.group, comm.verify):
+    verify = verifies(key.config)
+    with told(runtime.group, verify):
         arguments.tensor(x, "x", "of this rank's rows")
         # Shifts by whole sequences are none, and one shift has one plan.
         shift = integer(shift, "shift") % max(key.mask.total_seqlen_q, 1)
         args = runtime.shard.roll_args(shift, x.device)
     with renamed("x_local", "x"):
-        return _roll.roll(x, args, runtime.group, dim=dim, impl=comm.impl, verify=comm.verify)
+        return _roll.roll(x, args, runtime.group, dim=dim, impl=key.config.comm.impl, verify=verify)
 
 
 @outside_graphs

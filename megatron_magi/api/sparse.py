@@ -8,13 +8,14 @@ is not used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_magi.api import arguments
+from megatron_magi.api.finite import check_finite, with_finite_gradient
 from megatron_magi.api.functions import runtime_of
 from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.api.runtime import KeyRuntime
@@ -29,7 +30,7 @@ from megatron_magi.api.sparse_keys import (
     selected_keys,
     selected_share,
 )
-from megatron_magi.attention.call_signature import AttentionCall, check_sinks
+from megatron_magi.attention.call_signature import AttentionCall, check_sinks, verifies
 from megatron_magi.checks import flag, int_at_least
 from megatron_magi.comm.agreement import told
 from megatron_magi.comm.collective_checks import calls_of
@@ -108,16 +109,17 @@ def calc_block_sparse_attn(
     """
     runtime = runtime_of(key)
     runs = _runs(runtime)
-    with told(runtime.group, key.config.comm.verify):
+    with told(runtime.group, verifies(key.config)):
         _check(q, k, v, runtime)
         options = FetchOptions(fetch, capacity, on_overflow)
         pattern = _block_pattern(q, k, blocks, runs, key, (q_block_size, k_block_size), causal)
         operation = f"sparse attention, blocks of {pattern.q_block}x{pattern.k_block}, causal={causal}"
         call = _call(operation, (q, k, v), sink, key, softmax_scale, return_max_logits)
+        check_finite(runtime, key.config, q=q, k=k, v=v, sink=sink)
         kv = torch.cat([k, v], dim=-1)
     _agree(call, runtime, key)
     keys = _keys(kv, pattern, runs, runtime, key, options)
-    with told(runtime.group, key.config.comm.verify):
+    with told(runtime.group, verifies(key.config)):
         k, v = keys.rows.split([k.shape[-1], v.shape[-1]], dim=-1)
         given = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
         given |= {"q_block_size": pattern.q_block, "k_block_size": pattern.k_block, "causal": causal}
@@ -125,7 +127,7 @@ def calc_block_sparse_attn(
             block_sparse_attention(q[part.rows], k[: part.num_keys], v[: part.num_keys], part.blocks, **given)
             for part in keys.parts
         ]
-    return _joined(parts, q.shape[0], runtime, keys.factor)
+    return _joined(parts, q.shape[0], runtime, key, keys.factor)
 
 
 @outside_graphs
@@ -162,20 +164,21 @@ def calc_index_sparse_attn(
     """
     runtime = runtime_of(key)
     runs = _runs(runtime)
-    with told(runtime.group, key.config.comm.verify):
+    with told(runtime.group, verifies(key.config)):
         _check(q, k, v, runtime)
         options = FetchOptions(fetch, capacity, on_overflow)
         pattern = _index_pattern(q, k, indices, runs, key)
         call = _call("sparse attention", (q, k, v), sink, key, softmax_scale, return_max_logits)
+        check_finite(runtime, key.config, q=q, k=k, v=v, sink=sink)
         kv = torch.cat([k, v], dim=-1)
     _agree(call, runtime, key)
     keys = _keys(kv, pattern, runs, runtime, key, options)
-    with told(runtime.group, key.config.comm.verify):
+    with told(runtime.group, verifies(key.config)):
         k, v = keys.rows.split([k.shape[-1], v.shape[-1]], dim=-1)
         given = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
         (part,) = keys.parts
         result = index_sparse_attention(q[part.rows], k, v, part.blocks, **given)
-    return _joined([result], q.shape[0], runtime, keys.factor)
+    return _joined([result], q.shape[0], runtime, key, keys.factor)
 
 
 @outside_graphs
@@ -213,20 +216,21 @@ def calc_latent_sparse_attn(
     """
     runtime = runtime_of(key)
     runs = _runs(runtime)
-    with told(runtime.group, key.config.comm.verify):
+    with told(runtime.group, verifies(key.config)):
         _check_dense(runtime, q=q, kv=kv)
         options = FetchOptions(fetch, capacity, on_overflow)
         pattern = _index_pattern(q, kv, indices, runs, key)
         dim_v = check_operands(q, kv, dim_v, softmax_scale)
         qkv = q, kv, kv[..., :dim_v]
         call = _call("latent sparse attention", qkv, sink, key, softmax_scale, return_max_logits)
+        check_finite(runtime, key.config, q=q, kv=kv, sink=sink)
     _agree(call, runtime, key)
     keys = _keys(kv, pattern, runs, runtime, key, options)
-    with told(runtime.group, key.config.comm.verify):
+    with told(runtime.group, verifies(key.config)):
         given = _options(key, sink, runtime, softmax_scale, return_max_logits, impl)
         (part,) = keys.parts
         result = latent_sparse_attention(q[part.rows], keys.rows, part.blocks, dim_v=dim_v, **given)
-    return _joined([result], q.shape[0], runtime, keys.factor)
+    return _joined([result], q.shape[0], runtime, key, keys.factor)
 
 
 @outside_graphs
@@ -260,7 +264,7 @@ def selected_key_share(
     """
     runtime = runtime_of(key)
     runs = _runs(runtime)
-    with told(runtime.group, key.config.comm.verify):
+    with told(runtime.group, verifies(key.config)):
         first = lists[0] if isinstance(lists, tuple) and lists else lists
         if not isinstance(first, Tensor):
             raise ValueError(f"lists: expected a tensor, or a tuple of two, got {type(lists).__name__}")
@@ -270,7 +274,7 @@ def selected_key_share(
             pattern = _index_pattern(q, k, lists, runs, key)
         else:
             pattern = _block_pattern(q, k, lists, runs, key, (q_block_size, k_block_size), causal)
-    return selected_share(pattern, runs, runtime, key.config.comm.verify)
+    return selected_share(pattern, runs, runtime, verifies(key.config))
 
 
 def _block_pattern(
@@ -319,7 +323,7 @@ def _keys(
         runtime, key: which rank holds which tokens.
         options: how keys are fetched.
     """
-    with told(runtime.group, key.config.comm.verify):
+    with told(runtime.group, verifies(key.config)):
         way = choose_way(pattern, kv, runtime, key, options)
     raise_overflow(runtime, key, kv.device)
     if way.selected:
@@ -417,8 +421,8 @@ def _call(
 
 def _agree(call: AttentionCall, runtime: KeyRuntime, key: DistAttnRuntimeKey) -> None:
     """Raises RuntimeError where ranks call with other options, before anything is sent."""
-    with calls_of(runtime.group, runtime.shard.dispatch.cp_size, key.config.comm.verify) as calls:
-        calls.agree(call)
+    with calls_of(runtime.group, runtime.shard.dispatch.cp_size, verifies(key.config)) as calls:
+        calls.agree(call, always=call.sanity_check)
 
 
 def _options(
@@ -432,19 +436,22 @@ def _options(
     """Arguments of the attention of one rank that do not depend on its lists."""
     attend, cp_size = key.config.attend, runtime.shard.dispatch.cp_size
     if isinstance(sink, Tensor) and cp_size > 1:
-        sink = _SinkOfRanks.apply(sink, runtime.group, key.config.comm.dsink_all_reduce)
+        sink = _SinkOfRanks.apply(sink, runtime.group, key.config.comm.dsink_all_reduce, verifies(key.config))
     return {
         "sink": sink,
         "softmax_scale": softmax_scale,
         "return_max_logits": return_max_logits,
         "deterministic": attend.deterministic,
-        "sanity_check": attend.sanity_check,
         "impl": impl,
     }
 
 
 def _joined(
-    parts: Sequence[tuple[Tensor, AttnForwardMeta]], num_rows: int, runtime: KeyRuntime, factor: Tensor | None
+    parts: Sequence[tuple[Tensor, AttnForwardMeta]],
+    num_rows: int,
+    runtime: KeyRuntime,
+    key: DistAttnRuntimeKey,
+    factor: Tensor | None,
 ) -> tuple[Tensor, AttnForwardMeta]:
     """Results of runs one after the other, with rows for the padding; the largest logits over all ranks."""
     outs, metas = zip(*parts, strict=True)
@@ -456,24 +463,39 @@ def _joined(
     if metas[0].max_logits is not None:
         largest = torch.stack([meta.max_logits for meta in metas]).amax(dim=0)
         if runtime.shard.dispatch.cp_size > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=runtime.group)
+            _all_reduce("largest logits", largest, dist.ReduceOp.MAX, runtime.group, verifies(key.config))
     assert lse.dtype == accumulate_dtype(out.dtype)
-    return out, AttnForwardMeta(lse=lse, max_logits=largest)
+    return with_finite_gradient(out, runtime, key.config), AttnForwardMeta(lse=lse, max_logits=largest)
+
+
+class _ReduceCall(NamedTuple):
+    """What ranks must agree on to reduce a tensor."""
+
+    operation: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _all_reduce(what: str, x: Tensor, op: Any, group: dist.ProcessGroup | None, verify: bool) -> None:
+    """Reduces ``x`` in place over the ranks; those that wait hear of another one's error."""
+    with calls_of(group, dist.get_world_size(group), verify) as calls:
+        calls.agree(_ReduceCall(what, x.dtype, tuple(x.shape)))
+        dist.all_reduce(x, op=op, group=group)
 
 
 class _SinkOfRanks(torch.autograd.Function):
     """The sink; its gradient is this rank's part, or the sum or mean of all (`CommConfig.dsink_all_reduce`)."""
 
     @staticmethod
-    def forward(ctx: Any, sink: Tensor, group: dist.ProcessGroup, op: SinkReduction) -> Tensor:
-        ctx.group, ctx.op = group, op
+    def forward(ctx: Any, sink: Tensor, group: dist.ProcessGroup, op: SinkReduction, verify: bool) -> Tensor:
+        ctx.group, ctx.op, ctx.verify = group, op, verify
         return sink.view_as(sink)
 
     @staticmethod
-    def backward(ctx: Any, dsink: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dsink: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.op != "none":
             dsink = dsink.clone()
-            dist.all_reduce(dsink, op=dist.ReduceOp.SUM, group=ctx.group)
+            _all_reduce("gradient of the sink", dsink, dist.ReduceOp.SUM, ctx.group, ctx.verify)
             if ctx.op == "avg":
                 dsink /= ctx.group.size()
-        return dsink, None, None
+        return dsink, None, None, None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_magi.api.key import DistAttnRuntimeKey
 from megatron_magi.api.runtime import KeyRuntime
+from megatron_magi.attention.call_signature import verifies
 from megatron_magi.backends.costs import DEFAULT
 from megatron_magi.checks import renamed
 from megatron_magi.comm.agreement import told
@@ -138,7 +139,7 @@ def all_keys(kv: Tensor, runtime: KeyRuntime, key: DistAttnRuntimeKey) -> Tensor
     """
     args = runtime.shard.undispatch_args(kv.device)
     with renamed("x_local", "k"):
-        return undispatch(kv, args, runtime.group, is_partial_grad=True, verify=key.config.comm.verify)
+        return undispatch(kv, args, runtime.group, is_partial_grad=True, verify=verifies(key.config))
 
 
 def selected_keys(
@@ -158,7 +159,7 @@ def selected_keys(
     Raises:
         RuntimeError: rows do not fit, in this call (on CPUs) or in an earlier one.
     """
-    group, verify, device = runtime.group, key.config.comm.verify, kv.device
+    group, verify, device = runtime.group, verifies(key.config), kv.device
     places, tables = _places(runtime, device), None
     if pattern.k_block > 1:
         tables = _tables(runtime, runs, pattern, device)
@@ -237,11 +238,11 @@ def raise_overflow(runtime: KeyRuntime, key: DistAttnRuntimeKey, device: torch.d
     """
     if runtime.group is None or _host_reads(device) or is_capturing(device):
         return
-    if not key.config.comm.verify:  # ranks learn of it at different times, and would not hear of each other's error
+    if not verifies(key.config):  # ranks learn of it at different times, and would not hear of each other's error
         return
     most = watch_of(runtime.group, device).take()
     if most:
-        with told(runtime.group, key.config.comm.verify):
+        with told(runtime.group, verifies(key.config)):
             raise RuntimeError(f"in an earlier call, whose results are NaN: {_overflow_text(most)}")
 
 

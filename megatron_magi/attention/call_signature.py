@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.backends.base import Backend, is_changing
+from megatron_magi.config import MagiConfig
 from megatron_magi.operands.finite import Describe, is_visible, kind_of_row
 from megatron_magi.operands.options import check_qkv, check_sink, check_tensor
 from megatron_magi.plan import RankPlan
@@ -66,6 +67,11 @@ class AttentionCall(NamedTuple):
             torch.is_grad_enabled() and (wants or q.requires_grad or k.requires_grad or v.requires_grad),
             sanity_check,
         )
+
+
+def verifies(config: MagiConfig) -> bool:
+    """Whether ranks compare their calls of attention, and hear of each other's errors."""
+    return config.comm.verify or config.attend.sanity_check
 
 
 def describe_row(plan: RankPlan) -> Describe:

@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention.call_cache import CachedCall, CallTemplate, living
-from megatron_magi.attention.call_signature import AttentionCall, check_inputs, check_sinks, check_static, describe_row
+from megatron_magi.attention.call_signature import (
+    AttentionCall,
+    check_inputs,
+    check_sinks,
+    check_static,
+    describe_row,
+    verifies,
+)
 from megatron_magi.attention.collective_args import cleared, joined_cast, plan_casts
 from megatron_magi.attention.fused_comm import is_alone, pays, program_of, stage_program
 from megatron_magi.attention.head_groups import check_groups, check_options, from_groups, sink_of_groups, to_groups
@@ -122,7 +129,7 @@ def attend(
         raise ValueError(f"rank_plan: expected a RankPlan, as plan.for_rank(cp_rank) returns it, got {found}")
     group, groups = group_of(group), rank_plan.head_groups
     if groups > 1:
-        with told(group, _verifies(config)):
+        with told(group, verifies(config)):
             check_groups(q, k, v, rank_plan)
             check_sinks(sink, sink_layout, q)
         if sink is not None:
@@ -369,11 +376,7 @@ def _partial_dtype(k: torch.Tensor, call: CachedCall) -> torch.dtype:
 
 
 def _calls(group: dist.ProcessGroup | None, cp_size: int, config: MagiConfig) -> CallLog | NoCalls:
-    return calls_of(group, cp_size, _verifies(config))
-
-
-def _verifies(config: MagiConfig) -> bool:
-    return config.comm.verify or config.attend.sanity_check
+    return calls_of(group, cp_size, verifies(config))
 
 
 def _agree(

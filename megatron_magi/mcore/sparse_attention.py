@@ -21,14 +21,18 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_magi.api.functions import undispatch
+from megatron_magi.api.finite import check_finite, with_finite_gradient
+from megatron_magi.api.functions import runtime_of, undispatch
 from megatron_magi.api.key import DistAttnRuntimeKey
+from megatron_magi.attention.call_signature import verifies
+from megatron_magi.comm.agreement import told
 from megatron_magi.mcore import hybrid_pattern
 from megatron_magi.mcore.carrier import MagiSeqParams, ShardLayout, carrier_of
 from megatron_magi.mcore.indexer import Scores, Target, best_keys, indexer_loss
 from megatron_magi.mcore.rotary import select_positions
 from megatron_magi.ops.latent_attention import latent_sparse_attention
 from megatron_magi.ops.sparse_attention import index_sparse_attention
+from megatron_magi.runtime.no_compile import outside_graphs
 
 _IMPL = {"auto": "auto", "reference": "reference", "torch": "reference", "triton": "triton"}
 """Of attention, and what computes lists of keys then."""
@@ -97,9 +101,11 @@ class MagiDSAttention(DSAttention):
         q, k, v = (None if t is None else t.reshape(t.shape[0], *t.shape[-2:]) for t in (query, key, value))
         k, v = (None if t is None else self._whole_rows(t, q) for t in (k, v))
         dispatch_key = params.plans.key_of(self.cp_group)
+        _check_rows(dispatch_key, q, k, v)
         whole = _gathered(k, dispatch_key)
         lists, loss = self._lists(q, whole.detach(), x.detach(), qr.detach(), params, dispatch_key)
         out = self._attend(q, whole, None if v is None else _gathered(v, dispatch_key), lists, dispatch_key)
+        out = with_finite_gradient(out, runtime_of(dispatch_key), dispatch_key.config)
         if up_v_weight is not None:
             out = torch.einsum("rhc,hdc->rhd", out, up_v_weight.to(out.dtype))
         out = params.layout.from_rows(out.flatten(1))
@@ -119,7 +125,6 @@ class MagiDSAttention(DSAttention):
         options = {
             "softmax_scale": self.softmax_scale,
             "deterministic": attend.deterministic,
-            "sanity_check": attend.sanity_check,
             "impl": _IMPL[attend.impl],
         }
         num_tokens, lists = lists.shape[0], lists[:, None]
@@ -187,6 +192,14 @@ class MagiDSAttention(DSAttention):
             reduce_group=self.cp_group if self.cp_group.size() > 1 else None,
         )
         return loss
+
+
+@outside_graphs
+def _check_rows(key: DistAttnRuntimeKey, q: Tensor, k: Tensor, v: Tensor | None) -> None:
+    """With ``attend.sanity_check``: raises for rows that are not finite, on all ranks."""
+    runtime = runtime_of(key)
+    with told(runtime.group, verifies(key.config)):
+        check_finite(runtime, key.config, q=q, k=k, v=v)
 
 
 def _gathered(rows: Tensor, key: DistAttnRuntimeKey) -> Tensor:

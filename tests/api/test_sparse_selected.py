@@ -22,6 +22,7 @@ from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiC
 from megatron_magi.cost_model import Rates
 from megatron_magi.plan.sparse_ways import SparseShape
 from tests.api.test_sparse import of_rank
+from tests.comm.test_collective_checks import be_quick
 
 HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 2, 8, 12
 NAMES = ("out", "lse", "max_logits", "dq", "dk", "dv", "dsink")
@@ -134,10 +135,17 @@ def whole(case: Case) -> list[torch.Tensor]:
     return [out.detach(), meta.lse, meta.max_logits, *grads]
 
 
-def key_of(case: Case, num_ranks: int, rates: Rates | None = None, **attend) -> api.DistAttnRuntimeKey:
+def key_of(
+    case: Case,
+    num_ranks: int,
+    rates: Rates | None = None,
+    group: dist.ProcessGroup | None = None,
+    verify: bool = True,
+    **attend,
+) -> api.DistAttnRuntimeKey:
     """The key of a case; its mask does not matter."""
-    bounds, group = [0, case.total], dist.group.WORLD if num_ranks > 1 else None
-    comm = CommConfig(dsink_all_reduce="sum")
+    bounds, group = [0, case.total], group or (dist.group.WORLD if num_ranks > 1 else None)
+    comm = CommConfig(dsink_all_reduce="sum", verify=verify)
     config = MagiConfig(DispatchConfig(rates=rates), comm=comm, attend=AttendConfig(**attend))
     return api.magi_attn_varlen_key(
         bounds, bounds, cp_group_or_mesh=group, dist_attn_config=config, layout=layout_of(case, num_ranks)
@@ -367,6 +375,41 @@ def test_lists_that_name_more_keys_than_the_capacity_are_told_to_all_ranks(ranks
     assert found[0]["later"].startswith(
         f"in an earlier call, whose results are NaN: capacity: lists of a rank name {needed}"
     )
+
+
+NOT_FINITE = [
+    ("keys", "all", "q"), ("lists", "all", "v"), ("latent", "selected", "kv"), ("keys", "selected", "sink"),
+    ("lists", "selected", "dout"), ("latent", "all", "dout"),
+]  # fmt: skip
+
+
+def run_not_finite(rank: int, num_ranks: int, verify: bool) -> list[str]:
+    be_quick()
+    found = []
+    for form, fetch, name in NOT_FINITE:
+        case = Case(form, 128, 16 if form == "lists" else 1, causal=form == "lists", layout="contiguous", share=0.5)
+        group = dist.new_group(range(num_ranks))  # an error ends the use of a group
+        mine = Mine(case, num_ranks, group=group, verify=verify, sanity_check=True)
+        names = ("q", "kv") if form == "latent" else ("q", "k", "v")
+        tensors = dict(zip((*names, "sink", "dout"), (*mine.qkv, mine.sink, mine.dout), strict=True))
+        if rank == 1:
+            tensors[name].data[{"sink": 0, "dout": 64 + 3}.get(name, 3)] = torch.nan
+        try:
+            mine.grads(mine.attend(fetch=fetch)[0])
+            found.append("no error")
+        except (ValueError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_number_that_is_not_finite_on_one_rank_is_named_on_all(ranks, verify: bool) -> None:
+    """In the backward too, and where calls are not compared otherwise."""
+    for other, owner, (form, _, name) in zip(*ranks(2, run_not_finite, verify), NOT_FINITE, strict=True):
+        where = "" if name == "sink" else "it may be hidden or visible, "
+        text = f"{name}: row {0 if name == 'sink' else 3} holds nan; {where}on rank 1 of the group (global rank 1)"
+        assert owner == f"ValueError: {text}", (form, name)
+        assert other.startswith("RuntimeError: ") and f"raised ValueError: {text}" in other, (form, name)
 
 
 def run_twice(rank: int, num_ranks: int, cases: list[Case]) -> list[list[list[torch.Tensor]]]:

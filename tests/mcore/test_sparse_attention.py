@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from megatron_magi.testing.spawn import run_ranks
+from tests.comm.test_collective_checks import be_quick
+from tests.mcore import linear_models
 from tests.mcore.linear_models import VOCABULARY, Step, joined, microbatch, start, step, step_alone
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -94,3 +98,32 @@ def test_packed_documents_are_those_of_stock_alone() -> None:
             for name, gradient in want.gradients.items():
                 assert gradient.abs().max() > 0, name
                 assert (got.gradients[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+def not_finite(rank: int, num_ranks: int) -> str:
+    """What a rank is told of a gradient that is not finite on the second."""
+    start()
+    be_quick()
+    from megatron_magi.mcore.sparse_attention import MagiDSAttention
+
+    def spoil(_module: Any, _inputs: Any, out: torch.Tensor) -> None:
+        if rank == 1:
+            out.register_hook(lambda grad: grad * torch.nan)
+
+    options = VARIANTS["documents"]
+    model = build("magi", **options)
+    next(m for m in model.modules() if isinstance(m, MagiDSAttention)).register_forward_hook(spoil)
+    checked = functools.partial(linear_models.AttendConfig, sanity_check=True)
+    with mock.patch.object(linear_models, "AttendConfig", checked):
+        try:
+            step(model, fields_of(options), None, foreseen=False)
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_named_on_all() -> None:
+    first, second = run_ranks(not_finite, 2)
+    text = "dout: row 0 holds nan; it may be hidden or visible, on rank 1 of the group"
+    assert second.startswith(f"ValueError: {text}"), second
+    assert first.startswith("RuntimeError: ") and f"raised ValueError: {text}" in first, first
