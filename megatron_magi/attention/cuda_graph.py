@@ -70,6 +70,7 @@ class StaticPlans:
             rank raised an error.
     """
 
+    @torch.inference_mode(False)  # `load` changes buffers outside of that mode too
     def __init__(
         self,
         plans: Mapping[Any, RankPlan],

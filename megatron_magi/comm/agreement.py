@@ -179,8 +179,9 @@ def start_agreement(
         if (board := first.board(log, call)) is not None:
             return Agreement(_write(board, row, log, call), group, names, log)
         on_gpu, row = _needs_gpu(group), [*row, *first.meeting.numbers()]
-        mine = torch.tensor([row], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-        found = torch.empty((num_ranks, len(row)), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        with torch.inference_mode(False):  # of which `Agreement.wait` need not be inside
+            mine = torch.tensor([row], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+            found = torch.empty((num_ranks, len(row)), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         if on_gpu:
             done: dist.Work | torch.cuda.Event = _gather_aside(found, mine, group)
         else:  # the work keeps both tensors
@@ -201,7 +202,8 @@ def _write(board: Board, row: Sequence[int], log: CallLog, call: int) -> _Receiv
     if not board.has_room(call):
         log.wait(call, lambda: board.has_room(call))
     board.write(call, row)
-    found = torch.empty((log.num_ranks, MAX_VALUES), dtype=torch.int64, device="cpu")
+    with torch.inference_mode(False):
+        found = torch.empty((log.num_ranks, MAX_VALUES), dtype=torch.int64, device="cpu")
     made = known[call] = _Received(board, found, call)
     return made
 

@@ -275,6 +275,7 @@ class OverflowWatch:
     host finds it copy it again, which the count tells from another.
     """
 
+    @torch.inference_mode(False)  # calls outside of that mode change them too
     def __init__(self, device: torch.device) -> None:
         self._count, self._last = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")

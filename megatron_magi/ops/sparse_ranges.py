@@ -89,6 +89,7 @@ def _is_faster(lists: BlockLists, heads: int, deterministic: bool) -> bool:
     return min(places, _TILE) > lists.q_block * min(heads, _DENSE_HEADS)
 
 
+@torch.inference_mode(False)  # a later call may save it for its backward
 def _pattern(lists: BlockLists, device: torch.device) -> SparsePattern:
     if lists.k_block > 1:
         tensors = tuple(torch.from_numpy(x).to(device) for x in (lists.offsets[None], lists.entries))

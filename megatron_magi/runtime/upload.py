@@ -1,4 +1,8 @@
-"""Arrays that go to a device together: one buffer, one copy."""
+"""Arrays that go to a device together: one buffer, one copy.
+
+What is kept for later calls must not be made in inference mode, which the first one may run in: torch neither changes
+such tensors outside of it nor saves them for a backward. So uploads leave that mode.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +54,7 @@ class PackedArrays:
         offset, dtype, shape = self.places[index]
         return self.buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
+    @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> Views:
         """The arrays as tensors on ``device``: views of one block of memory, made when they are asked for.
 
@@ -87,6 +92,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) if len(shape) == 1 else tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+@torch.inference_mode(False)
 def pack(arrays: Sequence[np.ndarray]) -> PackedArrays:
     """Copies arrays of numbers or bools into one buffer.
 
@@ -219,6 +225,7 @@ class _Block:
         self._views: dict[torch.dtype, torch.Tensor] = {}
         self._end = 0
 
+    @torch.inference_mode(False)
     def take(self, arrays: Sequence[np.ndarray]) -> Sequence[torch.Tensor] | None:
         """Tensors at which the arrays will be; None if there is no room for them."""
         places, end = _places_of(arrays, self._end)

@@ -143,6 +143,17 @@ def test_launches_stay_and_read_the_tables_of_the_mask_that_was_loaded(monkeypat
             assert launches() == before and len(mask._plans) == num_plans
 
 
+def test_tables_that_are_made_in_inference_mode_are_loaded_outside_of_it(monkeypatch):
+    with fake_driver(monkeypatch):
+        q, k, v, dout = tensors(ROWS, shape_of((4, 2), (128, 128)), CPU)
+        with torch.inference_mode():
+            static = StaticPlans({0: plan_of(documents(0, 3))}, CPU)
+            distributed_attention(q, k, v, static.plans[0], None, config=CONFIG)
+        for seed in (1, 2):
+            assert static.load({0: plan_of(documents(seed, 4))}) is None
+            attend((q, k, v, dout), static.plans[0])
+
+
 def test_a_mask_that_is_loaded_between_a_forward_and_its_backward_is_an_error(monkeypatch):
     """The backward reads the tables of the mask that was loaded last."""
     with fake_driver(monkeypatch):

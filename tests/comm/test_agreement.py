@@ -79,6 +79,22 @@ def agree_under_another_default_device(rank, num_ranks):
         return start_agreement(7, None, "plan").values()
 
 
+def agree_outside_of_inference_mode(rank, num_ranks):
+    found = []
+    for value in range(4):  # the first two by a collective
+        with torch.inference_mode():
+            handle = start_agreement(value, None, "plan")
+        found.append(handle.values())
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_comparison_that_begins_in_inference_mode_may_end_outside(ranks, num_ranks):
+    assert (
+        ranks(num_ranks, agree_outside_of_inference_mode) == [[[value] * num_ranks for value in range(4)]] * num_ranks
+    )
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_default_device_of_new_tensors_does_not_matter(ranks, num_ranks):
     assert ranks(num_ranks, agree_under_another_default_device) == [[7] * num_ranks] * num_ranks

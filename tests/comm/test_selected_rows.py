@@ -109,6 +109,15 @@ def test_an_overflow_is_told_once_though_calls_queued_meanwhile_copy_it_again():
     assert watch.take() == 11
 
 
+def test_a_watch_that_is_made_in_inference_mode_counts_calls_outside_of_it():
+    with torch.inference_mode():
+        watch = OverflowWatch(torch.device("cpu"))
+        watch.note(requests_of(11, "cpu"))
+    assert watch.take() == 11
+    watch.note(requests_of(12, "cpu"))
+    assert watch.take() == 12
+
+
 @pytest.mark.gpu
 def test_an_overflow_that_the_host_has_taken_is_not_told_by_calls_that_were_queued_before():
     watch = OverflowWatch(torch.device("cuda"))

@@ -14,6 +14,7 @@ from megatron_magi.operands.options import AttnOptions
 from megatron_magi.ops import flex_flash_attn, sparse_ranges
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.mask_tensors import HostRanges
+from megatron_magi.ops.sparse_attention import GivenOptions, attend_pattern
 from megatron_magi.ops.sparse_ranges import block_lists, sparse_pattern_of
 from megatron_magi.runtime.lru import LruCache
 from tests import forced
@@ -121,6 +122,20 @@ def test_patterns_that_are_kept_are_bounded_by_the_memory_of_their_lists(monkeyp
         ranges = HostRanges([table[:, :2], table[:, 2:4]], 64, 8192)
         assert sparse_pattern_of(ranges, like(64, 128), like(8192, 1), like(8192, 1), AttnOptions(1.0)) is not None
         assert len(lists) == len(patterns) == 1 and 8000 < patterns.num_bytes < 10_000
+
+
+@pytest.mark.parametrize("k_block", [128, 1])
+def test_a_pattern_of_an_evaluation_in_inference_mode_serves_training(monkeypatch, k_block):
+    monkeypatch.setattr(sparse_ranges, "fast_sparse", lambda *_: SPARSE["ffa"])
+    table = block_table(np.random.default_rng(0).random((64, 1024 // k_block)) < 0.5, 1, k_block, 64, 1024)
+    ranges = HostRanges([table[:, :2], table[:, 2:4]], 64, 1024)
+    q, k, v = (torch.zeros(shape, requires_grad=True) for shape in ((64, 64, 8), (1024, 1, 8), (1024, 1, 8)))
+    with torch.inference_mode():
+        sparse_pattern_of(ranges, q, k, v, AttnOptions(1.0))
+    pattern = sparse_pattern_of(ranges, q, k, v, AttnOptions(1.0))
+    out, _ = attend_pattern(q, k, v, pattern, GivenOptions(None, None, False, False, False, "reference"))
+    out.sum().backward()
+    torch.testing.assert_close(v.grad.sum(), torch.tensor(64.0 * 64 * 8))
 
 
 @pytest.mark.gpu

@@ -26,6 +26,17 @@ def test_arrays_arrive_as_they_are(device):
     assert not len(upload([], device))
 
 
+def test_arrays_that_are_uploaded_in_inference_mode_serve_calls_outside_of_it():
+    with torch.inference_mode():
+        alone = upload(some_arrays(), "cpu")
+        with together(torch.device("cpu")):
+            others = upload(some_arrays(), "cpu")
+    x = torch.ones(9, requires_grad=True)
+    for tensors in (alone, others):
+        x[tensors[0]].sum().backward()  # saves the index
+        tensors[0].add_(1)
+
+
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 

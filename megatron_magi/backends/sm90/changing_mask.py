@@ -231,6 +231,7 @@ class StaticMask:
             self._copy(self._tables(made, source))
         return self._plans[tiling]
 
+    @torch.inference_mode(False)
     def make_schedule(self, plan: _StaticPlan, key: hopper_plan.ScheduleKey) -> DeviceSchedule:
         """A schedule of a plan with room, for `_StaticPlan`."""
         refuse_capture(self.device)
@@ -335,6 +336,7 @@ def _longest(sources: Sequence[DevicePlan]) -> tuple[int, ...]:
     return tuple(map(max, zip(*map(_lengths, sources), strict=True)))
 
 
+@torch.inference_mode(False)  # the first call may run in that mode, and `load` outside
 def _with_room(sources: Sequence[DevicePlan], tiling: Tiling, headroom: float, most: int) -> tuple[HostPlan, Tensor]:
     """Allocates tables with headroom over these, of which none may see anything, and with tiles for ``most`` rows, or
     keys of a backward; makes a plan on the host.
