@@ -366,3 +366,12 @@ def test_logits_may_be_as_large_as_their_dtype_holds(impl, softcap, size, tiny_b
     if softcap == 0 or size < softcap:  # else logits are equal to the cap, and differences rounding
         assert torch.allclose(out, exact, atol=1e-5)
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_keys_with_one_large_logit_share_the_weight_of_their_row(impl):
+    """Though the lse has no digits for their number."""
+    q, k = (torch.full((num_tokens, 1, 8), 1e3) for num_tokens in (4, 7))
+    v = torch.randn(7, 1, 8, generator=forced.generator(0))
+    out, _ = slice_attention(q, k, v, builders.full(4, 7), softmax_scale=1 / 8, impl=impl)
+    torch.testing.assert_close(out, v.mean(0).expand(4, 1, 8))

@@ -118,6 +118,17 @@ def test_a_key_that_is_listed_twice_counts_twice():
     assert_same((out, meta), (wanted, wanted_lse), [q, k, v])
 
 
+def test_keys_with_one_large_logit_share_the_weight_of_their_row():
+    """Though the lse has no digits for their number; one that is listed twice has twice as much."""
+    q, k = (torch.full((num_tokens, 1, 8), 1e3) for num_tokens in (2, 128))
+    v = torch.randn(128, 1, 8, generator=forced.generator(0))
+    out, _ = index_sparse_attention(q, k, v, torch.tensor([[[5, 0, 5]]] * 2), softmax_scale=1 / 8)
+    torch.testing.assert_close(out, v[[5, 0, 5]].mean(0).expand(2, 1, 8))
+    lists = torch.tensor([[1, 0, 1]])
+    out, _ = block_sparse_attention(q, k, v, lists, q_block_size=2, k_block_size=64, softmax_scale=1 / 8)
+    torch.testing.assert_close(out, v.view(2, 64, 1, 8)[[1, 0, 1]].flatten(0, 1).mean(0).expand(2, 1, 8))
+
+
 def test_rows_that_see_nothing_are_zero_and_largest_logits_are_of_what_is_seen():
     q, k, v = tensors(6, 128)
     mask = torch.zeros(2, 2, 2, dtype=torch.bool)

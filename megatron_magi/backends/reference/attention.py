@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.mask.dense import dense_bands
-from megatron_magi.operands.merge import accumulate_dtype, write_result_
+from megatron_magi.operands.merge import accumulate_dtype, merge_sink_, write_result_
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 
@@ -19,11 +19,7 @@ def forward(inputs: ForwardInputs, bands: np.ndarray, options: AttnOptions, outp
     visible = _visible(bands, q, k)
     q, k, v = _operands(q, k, v, visible)
     logits, _ = _logits(q, k, visible, options)
-    row_lse = torch.logsumexp(logits, dim=-1)  # [heads, rows]
-    if sink_lse is not None:
-        per_row = sink_lse.expand(output.lse.shape).t().to(row_lse.dtype)
-        row_lse = torch.logaddexp(row_lse, per_row)
-    p = _probabilities(logits, row_lse)
+    p, row_lse = weights(logits, None if sink_lse is None else sink_lse.expand(output.lse.shape).t())
     write_result_(output, (p @ v).transpose(0, 1), row_lse.t())
     if output.max_logits is not None and logits.numel():
         output.max_logits.copy_(logits.amax(dim=(1, 2)))
@@ -52,6 +48,32 @@ def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, gr
     # Query heads that share a key head add up.
     dk, dv = (g.unflatten(0, (num_heads_kv, -1)).sum(dim=1) for g in (dk, dv))
     grads.put(grad.transpose(0, 1) for grad in (dq, dk, dv))
+
+
+def weights(logits: Tensor, sinks: Tensor | None, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Weights of keys, and the log-sum-exp of rows; of a row that sees nothing 0 and -inf.
+
+    Weights are divided by their own sum. ``exp(logit - lse)`` has the rounding error of the lse, so that those of keys
+    whose large logits are about equal would not add up to 1.
+
+    Args:
+        logits: ``[..., rows, num_keys]``, -inf where hidden.
+        sinks: log-sum-exp of the sinks of each row, expandable to ``[..., rows]``.
+        counts: how often a key is there, as logits; once when None.
+    """
+    if logits.shape[-1]:
+        largest = logits.amax(-1, keepdim=True)
+    else:
+        largest = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
+    shift = largest.masked_fill(largest == -torch.inf, 0)
+    p = torch.exp(logits - shift)
+    if counts is not None:
+        p = p * counts
+    total = p.sum(-1, keepdim=True)
+    p, lse = p / total.masked_fill(total == 0, 1), (total.log() + shift)[..., 0]
+    if sinks is not None:
+        merge_sink_(p, lse, sinks)
+    return p, lse
 
 
 def _visible(bands: np.ndarray, q: Tensor, k: Tensor) -> Tensor:

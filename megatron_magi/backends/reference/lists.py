@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_magi.backends.reference.attention import weights
 from megatron_magi.operands.merge import accumulate_dtype
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern
@@ -71,11 +72,7 @@ def forward(
     outs, lses, tops = [], [], []
     for chunk in _chunks(q, k, v, pattern):
         logits = (chunk.grouped(q) @ chunk.keys.transpose(2, 3) * softmax_scale).masked_fill(~chunk.there, -torch.inf)
-        lse = torch.logsumexp(logits, -1)
-        if sinks is not None:
-            lse = torch.logaddexp(lse, chunk.grouped(sinks))
-        # Rows without any key or sink have lse -inf; all their logits are -inf, so p is 0.
-        p = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+        p, lse = weights(logits, None if sinks is None else chunk.grouped(sinks))
         outs.append((p @ chunk.values).transpose(0, 1).flatten(1, 2).to(q.dtype))
         lses.append(lse.transpose(0, 1).flatten(1, 2))
         if return_max_logits:

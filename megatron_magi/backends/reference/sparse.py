@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.reference import lists
+from megatron_magi.backends.reference.attention import weights
 from megatron_magi.operands.merge import accumulate_dtype
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs
 from megatron_magi.operands.sparse_pattern import SparsePattern, num_blocks
@@ -50,7 +51,7 @@ def packed_heads(group: int) -> int:
 def forward(
     inputs: ForwardInputs, pattern: SparsePattern, softmax_scale: float, return_max_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(out, lse, max_logits)`` of checked arguments; differentiable.
+    """``(out, lse, max_logits)`` of checked arguments.
 
     The log-sum-exp of sinks is ``[num_heads_q]`` or ``[num_rows, num_heads_q]``.
     """
@@ -62,15 +63,11 @@ def forward(
     counts = counts.repeat_interleave(q.shape[1] // counts.shape[0], 0)
     keys, values = (t.to(dtype).repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
     raw = q.to(dtype).transpose(0, 1) @ keys.transpose(1, 2) * softmax_scale
-    logits = torch.where(counts > 0, raw + counts.clamp_min(1).to(dtype).log(), -torch.inf)
-    lse = torch.logsumexp(logits, -1)
-    if sink_lse is not None:
-        lse = torch.logaddexp(lse, sink_lse.to(dtype).expand(q.shape[:2]).t())
-    # Rows without any key or sink have lse -inf; all their logits are -inf, so p is 0.
-    p = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+    logits = raw.masked_fill(counts == 0, -torch.inf)
+    p, lse = weights(logits, None if sink_lse is None else sink_lse.expand(q.shape[:2]).t(), counts)
     max_logits = None
     if return_max_logits:
-        visible = raw.detach().masked_fill(counts == 0, -torch.inf).flatten(1)
+        visible = logits.flatten(1)
         max_logits = torch.cat([visible, visible.new_full((len(visible), 1), -torch.inf)], 1).amax(1)
     return (p @ values).transpose(0, 1).to(q.dtype), lse.t().contiguous(), max_logits
 
