@@ -162,6 +162,8 @@ def check_numbers(pattern: SparsePattern, num_keys: int) -> None:
         offsets, n = pattern.tensors[0], entries.shape[0]
         if bool((offsets[:, 0] < 0).any() or (offsets.diff() < 0).any() or (offsets[:, -1] > n).any()):
             raise ValueError(f"blocks: expected offsets that never fall and lie in 0 to {n}")
+        at = torch.arange(n, device=entries.device)
+        entries = entries[((at >= offsets[:, :1]) & (at < offsets[:, -1:])).any(dim=0)]  # others are in no list
     if not pattern.is_mask and entries.numel() and int(entries.max()) >= columns:
         name = "indices" if pattern.k_block == 1 else "blocks"
         raise ValueError(f"{name}: expected numbers below {columns}, got {int(entries.max())}")

@@ -110,6 +110,19 @@ def test_offsets_may_begin_and_end_inside_the_entries():
     assert_same(part, (wanted[0], wanted[1].lse), [q, k, v])
 
 
+@pytest.mark.parametrize("sanity_check", [False, True])
+def test_entries_that_are_in_no_list_may_be_anything(sanity_check):
+    """As in a buffer that is not full."""
+    q, k, v = tensors(12, 200)
+    mask = torch.rand(2, 3, 4, generator=forced.generator(3)) < 0.6
+    offsets, entries = csr_of_mask(mask)
+    garbage = torch.tensor([77, -9], dtype=entries.dtype)
+    sizes = {"q_block_size": 4, "k_block_size": 64, "sanity_check": sanity_check}
+    found = block_sparse_attention(q, k, v, (offsets + 2, torch.cat([garbage, entries, garbage])), **sizes)
+    wanted = block_sparse_attention(q, k, v, (offsets, entries), **sizes)
+    assert_same(found, (wanted[0], wanted[1].lse), [q, k, v])
+
+
 def test_a_key_that_is_listed_twice_counts_twice():
     q, k, v = tensors(3, 5)
     twice = torch.tensor([[[1, 1, 4]]] * 3)
