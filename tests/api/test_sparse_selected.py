@@ -412,6 +412,21 @@ def test_a_number_that_is_not_finite_on_one_rank_is_named_on_all(ranks, verify: 
         assert other.startswith("RuntimeError: ") and f"raised ValueError: {text}" in other, (form, name)
 
 
+def run_without_memory(rank: int, num_ranks: int) -> str:
+    be_quick()
+    mine = Mine(NEAR, num_ranks)
+    error = torch.OutOfMemoryError("none left") if rank == 1 else None
+    failing = mock.patch.object(sparse, "block_sparse_attention", wraps=block_sparse_attention, side_effect=error)
+    with failing, pytest.raises(RuntimeError) as caught:
+        mine.attend(return_max_logits=True)
+    return str(caught.value)
+
+
+def test_attention_that_fails_on_one_rank_is_told_to_those_that_reduce_the_largest_logits(ranks) -> None:
+    first, second = ranks(2, run_without_memory)
+    assert second == "none left" and "raised OutOfMemoryError: none left" in first
+
+
 def run_twice(rank: int, num_ranks: int, cases: list[Case]) -> list[list[list[torch.Tensor]]]:
     return [
         [Mine(case, num_ranks, deterministic=True).results(**options) for options in ({}, {}, {"fetch": "all"})]
