@@ -1,8 +1,9 @@
 """Runs one function on several ranks, one process each, and brings results or the failure back.
 
-Processes are forked from a server that has imported torch already, so a fresh, isolated set of
-ranks costs tens of milliseconds and nothing needs to be reused from one call to the next. Ranks on
-GPUs are spawned instead: a process in which any import touched CUDA could not be forked from. Forked ranks see no GPUs.
+Processes are forked from a server that has imported torch already, and some of what the caller had imported when it
+first started ranks, so a fresh, isolated set of ranks costs tens of milliseconds and nothing needs to be reused from
+one call to the next. Ranks on GPUs are spawned instead: a process in which any import touched CUDA could not be forked
+from. Forked ranks see no GPUs.
 
 Between the caller and the ranks of a call is a supervisor, a subreaper: it imports the module of the function, so that
 forked ranks need not do so one by one, starts the ranks, reports their ends, and when the caller has finished, or died,
@@ -48,6 +49,18 @@ PRELOAD = (
     "megatron_magi.testing.spawn",
 )
 """Modules that the server imports once, for all ranks ever started."""
+
+PRELOAD_IF_IMPORTED = (
+    "pytest",
+    "hypothesis",
+    "torch.distributed.fsdp",
+    "torch._inductor.compile_fx",  # Megatron imports it
+    "megatron_magi.attention",
+    "megatron_magi.hf",
+    "transformers.generation.utils",
+    "transformers.trainer",
+)
+"""So it does with these where the caller has imported them; Megatron is not among them: see `cpu_device.install`."""
 
 START_METHODS = {"gloo": "fork", "nccl": "spawn"}
 """How the ranks of a backend are started from their supervisor."""
@@ -199,8 +212,7 @@ def _run_in_place(fn: Callable[..., Any], num_ranks: int, args: tuple) -> list[A
 
 def _start(fn: Callable[..., Any], num_ranks: int, backend: str, timeout_s: float, folder: Path) -> _Ranks:
     context = multiprocessing.get_context("forkserver")
-    # Test modules import pytest; ranks should not do so one by one.
-    context.set_forkserver_preload([*PRELOAD, *(("pytest",) if "pytest" in sys.modules else ())])
+    context.set_forkserver_preload(_modules_of_server())
     control, its_control = context.Pipe()
     pipes = [context.Pipe() for _ in range(num_ranks)]
     method = START_METHODS[backend]
@@ -213,6 +225,10 @@ def _start(fn: Callable[..., Any], num_ranks: int, backend: str, timeout_s: floa
     for end in (its_control, *(theirs for _, theirs in pipes)):
         end.close()
     return _Ranks(supervisor, control, [ours for ours, _ in pipes])
+
+
+def _modules_of_server() -> list[str]:
+    return [*PRELOAD, *(name for name in PRELOAD_IF_IMPORTED if name in sys.modules)]
 
 
 @contextmanager

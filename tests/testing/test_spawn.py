@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_magi.testing.spawn import START_METHODS, RankError, run_ranks
+from megatron_magi.testing.spawn import PRELOAD_IF_IMPORTED, START_METHODS, RankError, _modules_of_server, run_ranks
 from tests.testing.leftovers import ENDINGS, end, leave_processes, running, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +153,14 @@ def run_inside(rank, num_ranks):
     with pytest.raises(ValueError, match="num_ranks: 3 asked for inside a group of 2 ranks"):
         run_ranks(sum_over_ranks, 3, torch.zeros(1))
     return [result[:2] for result in run_ranks(sum_over_ranks, num_ranks, torch.zeros(1))]
+
+
+@pytest.mark.parametrize("name", PRELOAD_IF_IMPORTED)
+def test_the_server_imports_for_all_ranks_what_the_caller_has_imported(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    assert name in _modules_of_server()
+    monkeypatch.delitem(sys.modules, name)
+    assert name not in _modules_of_server()
 
 
 def test_inside_an_existing_group_the_function_runs_in_place():
