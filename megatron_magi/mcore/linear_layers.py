@@ -46,7 +46,7 @@ class LinearLayerMixin:
         """
         params = carrier_of(packed_seq_params, type(self).__name__)
         order = params.plans.order(hidden_states.device)
-        if order is None:  # each sequence is a document and is whole on this rank
+        if order is None:  # each sequence is a document, by itself on this rank
             return super().forward(hidden_states, *args, packed_seq_params=None, **kwargs)
         self._check_order()
         seqlen, batch_size, _ = hidden_states.shape

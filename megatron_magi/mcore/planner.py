@@ -198,7 +198,7 @@ class Planner:
         return _PlannedMasks(key, prepared, plans.dispatch, plans.plan.stats(), plans.fingerprint, roll, tables)
 
     def order_arrays(self, fields: Fields, dispatch: Dispatch) -> dict[str, np.ndarray]:
-        """Arrays of a microbatch's `TokenOrder`; none where each sequence is a document and whole on this rank."""
+        """Arrays of a microbatch's `TokenOrder`; none where each sequence is a document, by itself on this rank."""
         return _order_arrays(self._microbatch(fields), dispatch)
 
     def visible_keys(self, source: MaskSource, fields: Fields, dispatch: Dispatch) -> np.ndarray:
@@ -249,7 +249,9 @@ class Planner:
 
 def _order_arrays(microbatch: Microbatch, dispatch: Dispatch) -> dict[str, np.ndarray]:
     documents, sequences = microbatch.cu_seqlens, sequence_bounds(microbatch.batch_size, microbatch.seqlen)
-    if dispatch.cp_size == 1 and np.array_equal(documents, sequences):
+    # Padding follows the last of several packed sequences: a column of Megatron's batch then has parts of several.
+    is_each_by_itself = microbatch.batch_size == 1 or dispatch.padded_seqlen == dispatch.total_seqlen
+    if dispatch.cp_size == 1 and is_each_by_itself and np.array_equal(documents, sequences):
         return {}
     arrays = {"order_bounds": bounds_of_documents(documents, dispatch.padded_seqlen)}
     positions = positions_of_rows(dispatch, microbatch.batch_size)

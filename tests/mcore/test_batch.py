@@ -48,10 +48,12 @@ def _shards(batch: dict, cp_size: int, alignment: int = 1, eod: int | None = EOD
     return shards
 
 
-def _order_of(batch: dict, cp_size: int, **options: object) -> tuple[list[LocalBatch], torch.Tensor, TokenOrder]:
+def _order_of(
+    batch: dict, cp_size: int, alignment: int | None = None, **options: object
+) -> tuple[list[LocalBatch], torch.Tensor, TokenOrder]:
     """Shards, their rows as a linear layer has them after its exchange, and the order that brings them into."""
-    batch_size = batch["tokens"].shape[0]
-    config, shards = MagiConfig(dispatch=DispatchConfig(alignment=batch_size, algorithm="affinity")), []
+    dispatch = DispatchConfig(alignment=alignment or batch["tokens"].shape[0], algorithm="affinity")
+    config, shards = MagiConfig(dispatch=dispatch), []
     for rank in range(cp_size):
         planner = Planner(config, rank, cp_size, SHAPE, **options)
         shards.append(BatchDispatcher(planner, None).dispatch(batch))
@@ -83,6 +85,17 @@ def test_linear_layers_of_one_rank_run_as_in_megatron_where_sequences_are_docume
     for cp_size in (1, 2):
         _, _, order = _order_of(_batch(2, 50), cp_size, has_linear_layers=foreseen)
         assert (order is None) == (cp_size == 1)
+    _, _, order = _order_of(_batch(1, 50), 1, alignment=4, has_linear_layers=foreseen)
+    assert order is None
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_padded_sequences_of_one_rank_are_not_run_into_each_other(foreseen: bool) -> None:
+    """Of rows 0 to 51 and 52 to 103, Megatron's two columns, the first 50 and the next 50 are a sequence each."""
+    batch = _batch(2, 50)
+    _, rows, order = _order_of(batch, 1, alignment=8, has_linear_layers=foreseen)
+    assert len(rows) == 104 and order.cu_seqlens_q.tolist() == [0, 50, 100, 104]
+    assert torch.equal(order.sort(rows)[:100], batch["tokens"].reshape(-1))
 
 
 def test_tokens_lie_as_the_layout_says() -> None:
