@@ -236,6 +236,8 @@ class Planner:
                 raise ValueError(f"{name}: expected shape {list(tokens.shape)}, got {list(fields[name].shape)}")
         if self.own_positions and fields["position_ids"].min() < 0:
             raise ValueError(f"position_ids: must not be negative, got {int(fields['position_ids'].min())}")
+        if all(source.is_named for source in self.masks.sources):
+            check_no_mask(fields)
         bounds = next((fields[name] for name in BOUNDS if name in fields), None)
         return Microbatch(tokens, document_bounds(tokens, bounds, self.eod), fields)
 
@@ -260,6 +262,19 @@ def _order_arrays(microbatch: Microbatch, dispatch: Dispatch) -> dict[str, np.nd
 
 def _visible(mask: AttnMask, index: np.ndarray) -> np.ndarray:
     return visible_keys(mask, index[index < mask.total_seqlen_q])
+
+
+def check_no_mask(fields: Fields) -> None:
+    """Refuses a mask of attention in what a data set returns, where nothing reads it.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if "attention_mask" in fields:
+        raise ValueError(
+            "attention_mask: the data set returns one, which no mask of attention is made of; leave it out (Megatron's "
+            "own with create_attention_mask=False), or make the mask of it in a function for --magi-mask"
+        )
 
 
 def _check_sequences(x: Any, name: str) -> None:
