@@ -136,6 +136,8 @@ ONE_RANK = ["--context-parallel-size", "1"]
         ([*DELTA, "--linear-num-key-heads", "2", "--tensor-model-parallel-size", "2"], "linear_num_key_heads"),
         ([*DELTA, "--linear-num-value-heads", "3"], "linear_num_value_heads"),
         ([*VARIANT, "--linear-num-value-heads", "3"], "linear_num_value_heads"),
+        ([*DELTA, "--tensor-model-parallel-size", "2"], "sequence_parallel"),
+        ([*VARIANT, "--tensor-model-parallel-size", "2", *ONE_RANK], "sequence_parallel"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -150,6 +152,7 @@ def test_what_linear_layers_do_not_take_is_named(monkeypatch: pytest.MonkeyPatch
         [*MAMBA, "--context-parallel-size", "8"],  # 8 heads; ranks share groups
         [*MAMBA, "--mamba-num-groups", "8", "--tensor-model-parallel-size", "4"],
         [*DELTA, "--context-parallel-size", "16"],
+        [*DELTA, "--tensor-model-parallel-size", "2", "--sequence-parallel"],
         ["--hybrid-layer-pattern", "*-", "--deterministic-mode", *FULL_ITERATION],
     ],
 )
@@ -162,6 +165,17 @@ def test_linear_layers_of_one_rank_without_documents_run_as_in_megatron(
     monkeypatch: pytest.MonkeyPatch, extra: list[str]
 ) -> None:
     check_linear_layers(_parse(monkeypatch, *extra, *ONE_RANK, without=("--reset-attention-mask",)))
+
+
+def test_the_norm_that_heads_of_a_gated_delta_net_share_needs_sequence_parallelism(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its gradient would be that of one tensor-parallel rank's heads, without documents and CP too."""
+    tensor = ["--tensor-model-parallel-size", "2"]
+    without = ("--reset-attention-mask",)
+    check_linear_layers(_parse(monkeypatch, *MAMBA, *tensor, *ONE_RANK, without=without))
+    with pytest.raises(ValueError, match=r"^sequence_parallel: without it Megatron does not add up the gradients"):
+        check_linear_layers(_parse(monkeypatch, *DELTA, *tensor, *ONE_RANK, without=without))
 
 
 def test_multi_token_prediction_in_a_later_chunk_of_the_first_stage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
