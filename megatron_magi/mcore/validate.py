@@ -211,6 +211,12 @@ def check_packing(args: Namespace) -> None:
     if args.num_experts:
         if args.moe_token_dispatcher_type == "allgather":
             raise ValueError(f"moe_token_dispatcher_type: allgather expects one length, {name} has many; give alltoall")
+        is_flex = args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "hybridep"
+        if is_flex and not getattr(args, "moe_hybridep_pad_uneven_dispatch_inputs", False):
+            raise ValueError(
+                f"moe_flex_dispatcher_backend: hybridep expects one length on all ranks, {name} has many; give "
+                "--moe-hybridep-pad-uneven-dispatch-inputs where Megatron has it, or another dispatcher"
+            )
         check_router_sequences(args, f"--{name.replace('_', '-')} makes one of several samples; drop it")
         check_padded_experts(args, f"microbatches of --{name.replace('_', '-')} are padded")
 
@@ -505,8 +511,9 @@ def check_padded_experts(options: Any, advice: str, *, is_training: bool = True)
     for kind in ("sinkhorn", "quantile_balancing"):
         if kind in _balancing(options):
             raise ValueError(f"moe_router_load_balancing_type: {kind} takes padding for tokens; {advice}")
-    if options.moe_expert_capacity_factor is not None:
-        raise ValueError(f"moe_expert_capacity_factor: padding would take the place of tokens; {advice}")
+    for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
+        if getattr(options, name, None) is not None:
+            raise ValueError(f"{name}: padding would take the place of tokens; {advice}")
 
 
 def check_dispatched_experts(

@@ -190,6 +190,7 @@ def _with_experts(**given: object) -> SimpleNamespace:
         ("moe_router_load_balancing_type", "sinkhorn"),
         ("moe_router_load_balancing_type", ["quantile_balancing"]),
         ("moe_expert_capacity_factor", 1.0),
+        ("moe_expert_rank_capacity_factor", 1.5),
         ("overlap_moe_expert_parallel_comm", True),
         ("mlp_chunks_for_training", 2),
     ],

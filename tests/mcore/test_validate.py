@@ -201,6 +201,8 @@ PACKING = ["--sequence-packing-scheduler", "dp_balanced", "--calculate-per-token
         (["--num-experts", "4"], "moe_token_dispatcher_type: allgather"),
         (["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall", "--moe-expert-capacity-factor", "1"],
          "moe_expert_capacity_factor"),
+        (["--num-experts", "4", "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"],
+         "moe_flex_dispatcher_backend: hybridep"),
         (["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall", "--moe-router-load-balancing-type",
           "seq_aux_loss"], "moe_router_load_balancing_type: seq_aux_loss"),
     ],
