@@ -73,6 +73,11 @@ class MaskSource:
             source(_ONE_TOKEN)  # refuses values now and not when the first batch is planned
         return source
 
+    @property
+    def is_named(self) -> bool:
+        """It is one of `megatron_magi.mask.named`, not a function of the user's."""
+        return self.function in NAMED.values()
+
     def __reduce__(self) -> tuple:
         # By its text: a function of a file is in no module that another process could import.
         return MaskSource.parse, (self.text, self.option)

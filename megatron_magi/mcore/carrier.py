@@ -118,7 +118,7 @@ class LayerPlans:
         return self._key
 
     def order(self, device: torch.device) -> TokenOrder | None:
-        """For linear layers; None where each sequence is a document and is whole on this rank, as to Megatron.
+        """For linear layers; None where each sequence is a document, by itself on this rank, as to Megatron.
 
         Made on first use where it was not prepared.
         """

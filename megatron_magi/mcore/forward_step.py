@@ -53,7 +53,7 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
         attention_shape(args, config),
         masks=layer_masks(args),
         own_positions=args.magi_mask is not None or args.magi_layer_masks is not None,
-        eod=get_tokenizer().eod if args.reset_attention_mask else None,
+        eod=end_token(args, get_tokenizer()) if args.reset_attention_mask else None,
         seq_length=None if sample_packing.is_asked_for(args) else buffer_length(args),
         rolls=bool(args.mtp_num_layers),
         num_depths=args.mtp_num_layers or 0,
@@ -70,6 +70,26 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
     backend = planner.shape.table_backend
     print_rank_0(summary(args, by=None if backend is None else backend.title))
     return BatchDispatcher(planner, agreement_group)
+
+
+def end_token(args: Namespace, tokenizer: Any) -> int:
+    """The token at which documents end, of a command line that confines attention by it.
+
+    Raises:
+        ValueError: there is none, or Megatron's data sets take it out.
+    """
+    if tokenizer.eod is None:
+        raise ValueError(
+            "reset_attention_mask: documents end at EOD tokens, and this tokenizer has none; drop it, or give "
+            "--dataloader-inter-document-masking"
+        )
+    if args.allow_ambiguous_pad_tokens and tokenizer.pad == tokenizer.eod:
+        raise ValueError(
+            "allow_ambiguous_pad_tokens: Megatron's data sets replace padding tokens by 0, and so with this tokenizer "
+            "the EOD tokens by which --reset-attention-mask finds documents; drop it, or give "
+            "--dataloader-inter-document-masking in the place of --reset-attention-mask"
+        )
+    return tokenizer.eod
 
 
 def _with_shared_rates(config: MagiConfig, tp_size: int) -> MagiConfig:

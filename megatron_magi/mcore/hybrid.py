@@ -14,7 +14,7 @@ from torch import nn
 from megatron_magi.mcore import hybrid_pattern, mtp, seams
 from megatron_magi.mcore.carrier import MagiSeqParams, carrier_of
 from megatron_magi.mcore.hybrid_spec import local_stack_spec
-from megatron_magi.mcore.model import MagiModelMixin, split_sequence
+from megatron_magi.mcore.model import MagiModelMixin, check_no_mask, split_sequence
 from megatron_magi.mcore.rotary import select_positions
 from megatron_magi.mcore.settings import is_magi
 
@@ -43,7 +43,8 @@ class MagiHybridModel(MagiModelMixin, HybridModel):
             self.mtp.register_forward_pre_hook(self._mask_padding, with_kwargs=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls Megatron's with the carrier as ``packed_seq_params``."""
+        """Calls Megatron's with the carrier as ``packed_seq_params``; raises ValueError for masks of attention."""
+        check_no_mask(args, kwargs)
         kwargs = self._completed(kwargs)
         padding_mask = kwargs.get("padding_mask")
         if padding_mask is not None and self.config.sequence_parallel:

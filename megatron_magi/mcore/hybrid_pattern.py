@@ -174,12 +174,33 @@ def check_linear_layers(args: Namespace) -> None:
         )
     has_documents = args.reset_attention_mask or args.sft or args.dataloader_inter_document_masking
     has_documents = has_documents or is_asked_for(args)
-    if args.context_parallel_size == 1 and not has_documents:
-        return  # they run as they do in Megatron
-    if "M" in letters:
-        _check_mamba(args)
+    if args.context_parallel_size > 1 or has_documents:  # else they run as they do in Megatron
+        if "M" in letters:
+            _check_mamba(args)
+        if "G" in letters:
+            _check_gated_delta_net(args)
     if "G" in letters:
-        _check_gated_delta_net(args)
+        check_shared_norm(args.tensor_model_parallel_size, is_split=args.sequence_parallel)
+
+
+def check_shared_norm(tp_size: int, *, is_split: bool) -> None:
+    """Refuses gated delta nets whose norm would have the gradient of one tensor-parallel rank's heads alone.
+
+    All heads share it (gated_delta_net/common.py:256), and Megatron adds up gradients of norms under sequence
+    parallelism, or by names that are not this one's.
+
+    Args:
+        tp_size: number of tensor-parallel ranks.
+        is_split: sequence parallelism.
+
+    Raises:
+        ValueError: the model is such.
+    """
+    if tp_size > 1 and not is_split:
+        raise ValueError(
+            "sequence_parallel: without it Megatron does not add up the gradients of the norm that a gated delta net's "
+            f"heads share over tensor_model_parallel_size={tp_size} ranks; give it"
+        )
 
 
 def _check_mamba(args: Namespace) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_magi.mcore import seams
 from megatron_magi.mcore.carrier import carrier_of
+from megatron_magi.mcore.hybrid_pattern import check_shared_norm
 from megatron_magi.mcore.token_order import TokenOrder
 
 _UNDO = "core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
@@ -46,7 +47,7 @@ class LinearLayerMixin:
         """
         params = carrier_of(packed_seq_params, type(self).__name__)
         order = params.plans.order(hidden_states.device)
-        if order is None:  # each sequence is a document and is whole on this rank
+        if order is None:  # each sequence is a document, by itself on this rank
             return super().forward(hidden_states, *args, packed_seq_params=None, **kwargs)
         self._check_order()
         seqlen, batch_size, _ = hidden_states.shape
@@ -97,6 +98,7 @@ class MagiGatedDeltaNet(LinearLayerMixin, GatedDeltaNet):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_shared_norm(self.tp_size, is_split=self.config.sequence_parallel)
         for name in ("num_key_heads", "num_value_heads"):
             parts = self.tp_size * self.cp_size
             if getattr(self, name) % parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,8 @@ from megatron_magi.mcore.validate import check_dispatched_experts
 _BUILT = ("training.models.gpt:GPTModel", "core.models.gpt:GPTModel")
 # Where these are in what GPTModel._preprocess returns.
 _ROTARY, _PADDING_MASK = 1, 5
+# Where it is among the arguments of a model's forward.
+_ATTENTION_MASK = 2
 
 
 class MagiModelMixin:
@@ -73,11 +75,13 @@ class MagiModelMixin:
         """Arguments by name, with what `given` adds to a caller's who knows nothing of plans.
 
         Raises:
-            ValueError: layers of experts cannot take the microbatch.
+            ValueError: layers of experts cannot take the microbatch, or the caller says what `given` would replace.
         """
-        params = find_carrier(arguments.get("packed_seq_params"))
+        packed = arguments.get("packed_seq_params")
+        params = find_carrier(packed)
         has_experts = bool(self.config.num_moe_experts)
         if self._given is not None and params is None:
+            _check_replaced(packed, arguments.get("padding_mask"), self._given)
             params = self._given.params
             # Only the router of experts reads the mask of padding.
             padding = self._given.padding_mask if has_experts else None
@@ -89,11 +93,13 @@ class MagiModelMixin:
         return arguments
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls Megatron's with the carrier as ``packed_seq_params``."""
+        """Calls Megatron's with the carrier as ``packed_seq_params``; raises ValueError for masks of attention."""
+        check_no_mask(args, kwargs)
         return super().forward(*args, **self._completed(kwargs))
 
     def build_schedule_plan(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls Megatron's with the carrier as ``packed_seq_params``."""
+        """Calls Megatron's with the carrier as ``packed_seq_params``; raises ValueError for masks of attention."""
+        check_no_mask(args, kwargs)
         return super().build_schedule_plan(*args, **self._completed(kwargs))
 
     def _preprocess(
@@ -127,6 +133,31 @@ class MagiModelMixin:
                 f"got {logits.shape[-1]}; leave logits sharded where there are labels"
             )
         return super().compute_language_model_loss(labels, logits)
+
+
+def check_no_mask(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses a mask of attention among the arguments of a model's forward, as no layer would read it.
+
+    Raises:
+        ValueError: there is one.
+    """
+    mask = args[_ATTENTION_MASK] if len(args) > _ATTENTION_MASK else kwargs.get("attention_mask")
+    if mask is not None:
+        raise ValueError(
+            "attention_mask: plans say which token sees which, and none is made of this mask; give None, and say it by "
+            "--magi-mask or by bounds of documents"
+        )
+
+
+def _check_replaced(packed_seq_params: Any, padding_mask: Any, batch: LocalBatch) -> None:
+    """Raises ValueError for what a caller says of documents and padding, in whose place that of ``batch`` comes."""
+    if getattr(packed_seq_params, "cu_seqlens_q", None) is not None:
+        raise ValueError(
+            "packed_seq_params: its bounds of documents would have no effect, as plans are made before the model is "
+            "called; the data set has to return them (cu_seqlens)"
+        )
+    if padding_mask is not None and padding_mask is not batch.padding_mask:
+        raise ValueError("padding_mask: it would have no effect, as the microbatch has its own; leave it out")
 
 
 def split_sequence(mask: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:

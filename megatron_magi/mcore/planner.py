@@ -198,7 +198,7 @@ class Planner:
         return _PlannedMasks(key, prepared, plans.dispatch, plans.plan.stats(), plans.fingerprint, roll, tables)
 
     def order_arrays(self, fields: Fields, dispatch: Dispatch) -> dict[str, np.ndarray]:
-        """Arrays of a microbatch's `TokenOrder`; none where each sequence is a document and whole on this rank."""
+        """Arrays of a microbatch's `TokenOrder`; none where each sequence is a document, by itself on this rank."""
         return _order_arrays(self._microbatch(fields), dispatch)
 
     def visible_keys(self, source: MaskSource, fields: Fields, dispatch: Dispatch) -> np.ndarray:
@@ -236,6 +236,8 @@ class Planner:
                 raise ValueError(f"{name}: expected shape {list(tokens.shape)}, got {list(fields[name].shape)}")
         if self.own_positions and fields["position_ids"].min() < 0:
             raise ValueError(f"position_ids: must not be negative, got {int(fields['position_ids'].min())}")
+        if all(source.is_named for source in self.masks.sources):
+            check_no_mask(fields)
         bounds = next((fields[name] for name in BOUNDS if name in fields), None)
         return Microbatch(tokens, document_bounds(tokens, bounds, self.eod), fields)
 
@@ -249,7 +251,9 @@ class Planner:
 
 def _order_arrays(microbatch: Microbatch, dispatch: Dispatch) -> dict[str, np.ndarray]:
     documents, sequences = microbatch.cu_seqlens, sequence_bounds(microbatch.batch_size, microbatch.seqlen)
-    if dispatch.cp_size == 1 and np.array_equal(documents, sequences):
+    # Padding follows the last of several packed sequences: a column of Megatron's batch then has parts of several.
+    is_each_by_itself = microbatch.batch_size == 1 or dispatch.padded_seqlen == dispatch.total_seqlen
+    if dispatch.cp_size == 1 and is_each_by_itself and np.array_equal(documents, sequences):
         return {}
     arrays = {"order_bounds": bounds_of_documents(documents, dispatch.padded_seqlen)}
     positions = positions_of_rows(dispatch, microbatch.batch_size)
@@ -258,6 +262,19 @@ def _order_arrays(microbatch: Microbatch, dispatch: Dispatch) -> dict[str, np.nd
 
 def _visible(mask: AttnMask, index: np.ndarray) -> np.ndarray:
     return visible_keys(mask, index[index < mask.total_seqlen_q])
+
+
+def check_no_mask(fields: Fields) -> None:
+    """Refuses a mask of attention in what a data set returns, where nothing reads it.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if "attention_mask" in fields:
+        raise ValueError(
+            "attention_mask: the data set returns one, which no mask of attention is made of; leave it out (Megatron's "
+            "own with create_attention_mask=False), or make the mask of it in a function for --magi-mask"
+        )
 
 
 def _check_sequences(x: Any, name: str) -> None:

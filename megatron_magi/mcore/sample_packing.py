@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_magi.mask.microbatch import document_bounds
 from megatron_magi.mcore.argv import PACKING_FIELD
 from megatron_magi.mcore.groups import make_agreement_group
-from megatron_magi.mcore.planner import BOUNDS, SEQUENCES, Fields
+from megatron_magi.mcore.planner import BOUNDS, SEQUENCES, Fields, check_no_mask
 
 MEGATRONS = "sequence_packing_scheduler"
 """The option's name in Megatron's arguments and configurations, from some release on."""
@@ -137,6 +137,7 @@ def _checked(sample: Any, most_tokens: int) -> Fields:
     missing = [name for name in SEQUENCES if name not in sample]
     if missing:
         raise ValueError(f"dataset_provider: its items have no {' and no '.join(missing)}, only {sorted(sample)}")
+    check_no_mask(sample)
     shape = sample["tokens"].shape
     for name in SEQUENCES:
         if sample[name].shape != shape:

@@ -75,6 +75,9 @@ SEAMS = (
     # Command line
     Seam(f"{_ARGUMENTS}:add_megatron_arguments", "wrapped", ("parser",), "arguments", "options of this package"),
     Seam(f"{_ARGUMENTS}:validate_args", "wrapped", ("args", "defaults"), "arguments", "checks before and after it"),
+    Seam("training.argument_utils:gpt_config_from_args", "repaired", ("args",), "wheel_repairs",
+         "takes the factor of scaled rotary angles", fragment='kwargs["rope_scaling"] = args.use_rope_scaling',
+         since="0.19", mended="rope_scaling_factor"),
     # Trainer
     Seam("training:pretrain", "wrapped", ("cfg_container", "forward_step_func"), "user_step", "another name of it"),
     Seam(f"{_TRAINING}:pretrain", "wrapped", ("cfg_container", "train_valid_test_dataset_provider", "model_type",

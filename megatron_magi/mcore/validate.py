@@ -211,6 +211,12 @@ def check_packing(args: Namespace) -> None:
     if args.num_experts:
         if args.moe_token_dispatcher_type == "allgather":
             raise ValueError(f"moe_token_dispatcher_type: allgather expects one length, {name} has many; give alltoall")
+        is_flex = args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "hybridep"
+        if is_flex and not getattr(args, "moe_hybridep_pad_uneven_dispatch_inputs", False):
+            raise ValueError(
+                f"moe_flex_dispatcher_backend: hybridep expects one length on all ranks, {name} has many; give "
+                "--moe-hybridep-pad-uneven-dispatch-inputs where Megatron has it, or another dispatcher"
+            )
         check_router_sequences(args, f"--{name.replace('_', '-')} makes one of several samples; drop it")
         check_padded_experts(args, f"microbatches of --{name.replace('_', '-')} are padded")
 
@@ -325,10 +331,41 @@ def check_model(args: Namespace, model: str = "gpt") -> None:
         )
     if model == "hybrid" and args.hybrid_layer_pattern is None:
         raise ValueError("hybrid_layer_pattern: hybrid models need it; *-*- is two layers of a GPT")
+    check_angles(args)
     if args.position_embedding_type == "mrope":
         raise ValueError(
             "position_embedding_type: mrope needs three position ids a token, this script's data sets have one; "
             "give rope, which is the same for text"
+        )
+
+
+def check_angles(args: Namespace) -> None:
+    """Refuses positions that Megatron would leave out, or mistake, without a word.
+
+    Raises:
+        ValueError: such are asked for.
+    """
+    is_hybrid, is_latent = hybrid_pattern.is_hybrid(args), args.multi_latent_attention
+    if args.use_rope_scaling and (is_hybrid or is_latent or not _is_rotary(args)):
+        raise ValueError(
+            "use_rope_scaling: Megatron scales the angles of rope in GPTs, not those of hybrid models, of latent "
+            "attention or of other position_embedding_type; drop it"
+        )
+    is_read = _is_rotary(args) or args.position_embedding_type == "mrope"
+    if args.rotary_seq_len_interpolation_factor not in (None, 1) and (is_latent or not is_read):
+        raise ValueError(
+            "rotary_seq_len_interpolation_factor: Megatron interpolates positions of rope, not those of latent "
+            "attention or of other position_embedding_type; drop it"
+        )
+    if args.rotary_interleaved and is_hybrid:
+        raise ValueError(
+            "rotary_interleaved: Megatron's hybrid models would rotate the two dimensions of a pair by different "
+            "angles; drop it, or train a GPT"
+        )
+    if args.position_embedding_type == "relative":
+        raise ValueError(
+            "position_embedding_type: relative biases are T5's, these models would have no positions; give rope, or "
+            "none if that is meant"
         )
 
 
@@ -380,6 +417,11 @@ def _check_attention(args: Namespace) -> None:
     for name in ("qk_clip", "log_max_attention_logit"):
         if getattr(args, name) and not (args.bf16 or args.fp16):
             raise ValueError(f"{name}: Megatron looks for logits in models of 16 bits only; give --bf16 or drop it")
+    if args.qk_clip:  # Megatron's own checks are passed over with that for Transformer Engine
+        if not 0.0 < args.qk_clip_alpha < 1.0:
+            raise ValueError(f"qk_clip_alpha: expected a number between 0 and 1, got {args.qk_clip_alpha}")
+        if not args.qk_clip_threshold > 0:
+            raise ValueError(f"qk_clip_threshold: expected a positive number, got {args.qk_clip_threshold}")
 
 
 def _check_precision(args: Namespace) -> None:
@@ -393,6 +435,7 @@ def _check_layers(args: Namespace) -> None:
         hybrid_pattern.check(getattr(args, name, None), name)
     hybrid_pattern.check_variant(getattr(args, "experimental_attention_variant", None))
     hybrid_pattern.check_sparse_layers(args)
+    check_angles(args)
     if args.num_experts and (args.micro_batch_size or 1) > 1:
         check_router_sequences(args, "the sequences of a microbatch are dispatched together; give --micro-batch-size 1")
 
@@ -505,8 +548,9 @@ def check_padded_experts(options: Any, advice: str, *, is_training: bool = True)
     for kind in ("sinkhorn", "quantile_balancing"):
         if kind in _balancing(options):
             raise ValueError(f"moe_router_load_balancing_type: {kind} takes padding for tokens; {advice}")
-    if options.moe_expert_capacity_factor is not None:
-        raise ValueError(f"moe_expert_capacity_factor: padding would take the place of tokens; {advice}")
+    for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
+        if getattr(options, name, None) is not None:
+            raise ValueError(f"{name}: padding would take the place of tokens; {advice}")
 
 
 def check_dispatched_experts(

@@ -25,6 +25,7 @@ _ABSORBED = "core.transformer.experimental_attention_variant.absorbed_mla:Absorb
 _LAYERS = "core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules"
 _INFERENCE = "core.transformer.multi_token_prediction:is_inference_column_parallel_linear"
 _REPLAYS = "core.rerun_state_machine:RerunDataIterator.__next__"
+_GPT_CONFIG = "training.argument_utils:gpt_config_from_args"
 _SET = "_set_main_param_and_optimizer_states"
 
 
@@ -41,6 +42,7 @@ def install() -> None:
     _repair_distributed_optimizer()
     _repair_inference_layers()
     _repair_replays()
+    _repair_rope_scaling()
 
 
 def _repair_compile_helpers() -> None:
@@ -279,3 +281,28 @@ def _repair_replays() -> None:
         return item
 
     seams.put(_REPLAYS, following)
+
+
+def _repair_rope_scaling() -> None:
+    """``--rope-scaling-factor`` is parsed and never read: rotary angles are scaled by 8, as Llama 3.1's are.
+
+    training/argument_utils.py:464. Before 0.19 `model_provider.GPTProvider` builds GPTs, which reads it.
+    """
+    if not seams.needed(_GPT_CONFIG):
+        return
+    original = seams.original(_GPT_CONFIG)
+
+    @functools.wraps(original)
+    def gpt_config_from_args(args: Any, *more: Any, **options: Any) -> Any:
+        from megatron.training.utils import warn_rank_0
+
+        config = original(args, *more, **options)
+        if config.rope_scaling and config.rope_scaling_factor != args.rope_scaling_factor:
+            warn_rank_0(
+                f"rope_scaling_factor: rotary angles are scaled by {args.rope_scaling_factor:g}; Megatron itself does "
+                f"not read this option and scales by {config.rope_scaling_factor:g}"
+            )
+            config.rope_scaling_factor = args.rope_scaling_factor
+        return config
+
+    seams.put(_GPT_CONFIG, gpt_config_from_args)

@@ -47,6 +47,9 @@ CASES = {
     "cp2_contiguous": hybrid("M*G-", (), layout("contiguous"), **WHOLE),
     "cp4_length_that_does_not_divide": hybrid("M*G-", ODD_LENGTH, **CP4, **WHOLE),
     "cp2_two_sequences": hybrid("M*G-", (*TWO_SEQUENCES, *ODD_LENGTH), **WHOLE),
+    "tp2_sp_two_sequences_that_are_padded": hybrid(
+        "M*G-", (*TWO_SEQUENCES, *ODD_LENGTH), (*MAGI, *TENSOR), num_ranks=2, cp_size=1, **WHOLE
+    ),
     "cp2_experts": hybrid("ME*EGE", EXPERTS, **WHOLE),
     "cp2_full_recompute": hybrid("M*G-", (), RECOMPUTE, **WHOLE),
     "tp2_sp_cp2_two_sequences": hybrid("M*G-", TWO_SEQUENCES, TENSOR, 4, **WHOLE),

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape
 from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.mask import AttnMask, builders
+from megatron_magi.mask.microbatch import Microbatch
 from megatron_magi.mask.source import LayerMasks, MaskSource
 from megatron_magi.mcore import batch as batch_module
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
@@ -48,10 +50,12 @@ def _shards(batch: dict, cp_size: int, alignment: int = 1, eod: int | None = EOD
     return shards
 
 
-def _order_of(batch: dict, cp_size: int, **options: object) -> tuple[list[LocalBatch], torch.Tensor, TokenOrder]:
+def _order_of(
+    batch: dict, cp_size: int, alignment: int | None = None, **options: object
+) -> tuple[list[LocalBatch], torch.Tensor, TokenOrder]:
     """Shards, their rows as a linear layer has them after its exchange, and the order that brings them into."""
-    batch_size = batch["tokens"].shape[0]
-    config, shards = MagiConfig(dispatch=DispatchConfig(alignment=batch_size, algorithm="affinity")), []
+    dispatch = DispatchConfig(alignment=alignment or batch["tokens"].shape[0], algorithm="affinity")
+    config, shards = MagiConfig(dispatch=dispatch), []
     for rank in range(cp_size):
         planner = Planner(config, rank, cp_size, SHAPE, **options)
         shards.append(BatchDispatcher(planner, None).dispatch(batch))
@@ -83,6 +87,17 @@ def test_linear_layers_of_one_rank_run_as_in_megatron_where_sequences_are_docume
     for cp_size in (1, 2):
         _, _, order = _order_of(_batch(2, 50), cp_size, has_linear_layers=foreseen)
         assert (order is None) == (cp_size == 1)
+    _, _, order = _order_of(_batch(1, 50), 1, alignment=4, has_linear_layers=foreseen)
+    assert order is None
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_padded_sequences_of_one_rank_are_not_run_into_each_other(foreseen: bool) -> None:
+    """Of rows 0 to 51 and 52 to 103, Megatron's two columns, the first 50 and the next 50 are a sequence each."""
+    batch = _batch(2, 50)
+    _, rows, order = _order_of(batch, 1, alignment=8, has_linear_layers=foreseen)
+    assert len(rows) == 104 and order.cu_seqlens_q.tolist() == [0, 50, 100, 104]
+    assert torch.equal(order.sort(rows)[:100], batch["tokens"].reshape(-1))
 
 
 def test_tokens_lie_as_the_layout_says() -> None:
@@ -244,6 +259,7 @@ def test_own_positions_turn_rows_and_may_pass_the_length_of_the_sequence() -> No
         ({"labels": torch.zeros(1, 16, device="meta")}, r"labels: expected a tensor .* got \[1, 16\] on meta"),
         ({"position_ids": torch.full((1, 16), -1)}, "position_ids: must not be negative, got -1"),
         ({"cu_seqlens": torch.tensor([[0, 17]])}, "cu_seqlens: the bounds of sequence 0"),
+        ({"attention_mask": torch.ones(1, 1, 16, 16)}, "attention_mask: the data set returns one, .* for --magi-mask"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -251,6 +267,18 @@ def test_items_of_a_data_set_that_do_not_fit_are_named(change: dict, message: st
     batch = {name: value for name, value in (_batch(1, 16) | change).items() if value is not None}
     with pytest.raises(ValueError, match=f"^{message}"):
         _dispatch_alone(batch, own_positions=True)
+
+
+def mask_of_field(batch: Microbatch) -> AttnMask:
+    """Documents of the lengths that a data set's own mask of attention shows."""
+    sees = ~batch.fields["attention_mask"][0, 0]
+    return builders.varlen([0, int(sees[0].sum()), batch.total_seqlen], causal=False)
+
+
+def test_a_function_may_make_the_mask_of_that_of_the_data_set() -> None:
+    hidden = torch.block_diag(torch.ones(6, 6), torch.ones(10, 10)).eq(0)[None, None]
+    shard = _dispatch_alone(_batch(1, 16, attention_mask=hidden), f"{__name__}:mask_of_field")
+    assert shard.params.plans.for_layer(1, None).area == 6 * 6 + 10 * 10
 
 
 def test_padded_bounds_of_documents_go_before_those_without_padding() -> None:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.training import arguments
+from megatron.training import argument_utils, arguments
 
-from megatron_magi.mcore import entry, install
+from megatron_magi.mcore import entry, install, model_provider
 from megatron_magi.mcore.settings import buffer_length
 from megatron_magi.mcore.validate import check_padding
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
@@ -102,6 +102,26 @@ def test_fsdp_has_more_than_one_connection(
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
+@pytest.mark.parametrize("cp_size", [1, 2], ids=["stock", "magi"])
+def test_rotary_angles_are_scaled_by_the_factor_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, cp_size: int
+) -> None:
+    """Megatron does not read it, and scales by 8 (Llama 3.1) where 32 is asked for (Llama 3.2)."""
+    args = _parse(monkeypatch, "--use-rope-scaling", "--rope-scaling-factor", "32", cp_size=cp_size)
+    args.padded_vocab_size = 288
+    built: dict = {}
+    monkeypatch.setattr(model_provider.gpt, "GPTModel", lambda **options: built.update(options))
+    provider = model_provider.GPTProvider(args, None, [])
+    monkeypatch.setattr(provider, "_layer_spec", lambda *_: None)
+    provider(True, True, config=SimpleNamespace())
+    assert built["rope_scaling"] and built["rope_scaling_factor"] == 32
+    if not hasattr(argument_utils, "gpt_config_from_args"):
+        return  # the provider builds all GPTs
+    with pytest.warns(UserWarning, match=r"^rope_scaling_factor: .* scaled by 32; Megatron itself .* by 8"):
+        config = argument_utils.gpt_config_from_args(args)
+    assert config.rope_scaling and config.rope_scaling_factor == 32
+
+
 def test_chunks_longer_than_the_share_of_a_rank_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     notices: list[str] = []
     monkeypatch.setattr(arguments, "warn_rank_0", lambda text, *rest: notices.append(text))
@@ -170,6 +190,7 @@ def _with_experts(**given: object) -> SimpleNamespace:
         ("moe_router_load_balancing_type", "sinkhorn"),
         ("moe_router_load_balancing_type", ["quantile_balancing"]),
         ("moe_expert_capacity_factor", 1.0),
+        ("moe_expert_rank_capacity_factor", 1.5),
         ("overlap_moe_expert_parallel_comm", True),
         ("mlp_chunks_for_training", 2),
     ],

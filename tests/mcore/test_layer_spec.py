@@ -117,6 +117,21 @@ def test_linear_layers_that_are_not_known_are_named(layer: type[nn.Module]) -> N
         check_attention(nn.ModuleDict({"mixer": layer()}))
 
 
+def test_a_gated_delta_net_needs_sequence_parallelism_under_tensor_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that no command line was checked for."""
+
+    def init(self: nn.Module, tp_size: int, *, is_split: bool) -> None:
+        nn.Module.__init__(self)
+        self.tp_size, self.cp_size, self.num_key_heads, self.num_value_heads = tp_size, 1, 4, 4
+        self.config = SimpleNamespace(sequence_parallel=is_split)
+
+    monkeypatch.setattr(GatedDeltaNet, "__init__", init)
+    MagiGatedDeltaNet(1, is_split=False)
+    MagiGatedDeltaNet(2, is_split=True)
+    with pytest.raises(ValueError, match=r"^sequence_parallel: "):
+        MagiGatedDeltaNet(2, is_split=False)
+
+
 def test_linear_layers_are_replaced_in_a_copy() -> None:
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
     spec = local_stack_spec(config)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -16,6 +17,7 @@ from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mcore import model, mtp
 from megatron_magi.mcore.batch import BatchDispatcher
 from megatron_magi.mcore.carrier import MagiSeqParams, ShardLayout
+from megatron_magi.mcore.hybrid import MagiHybridModel
 from megatron_magi.mcore.model import MagiModelMixin
 from megatron_magi.mcore.mtp import process_mtp_loss, roll_tensor
 from megatron_magi.mcore.planner import Planner
@@ -39,6 +41,51 @@ def test_a_loss_of_gathered_logits_is_refused() -> None:
     assert _Model(2).compute_language_model_loss(labels, torch.ones(4, 1, 4)).eq(4).all()
     with pytest.raises(ValueError, match=r"^parallel_output, runtime_gather_output: .* the 4 logits .* got 8"):
         _Model(2).compute_language_model_loss(labels, torch.ones(4, 1, 8))
+
+
+class _Called(MagiModelMixin):
+    """A model whose forward and schedule plan are the arguments that Megatron's would get."""
+
+    config = SimpleNamespace(num_moe_experts=None)
+
+    def __init__(self) -> None:
+        """Without a model's parts."""
+
+
+class _Arguments:
+    def forward(self, *args: object, **kwargs: object) -> dict:
+        return kwargs
+
+    build_schedule_plan = forward
+
+
+class _Echo(_Called, _Arguments):
+    pass
+
+
+def test_a_mask_of_attention_in_the_call_of_a_model_is_refused() -> None:
+    """No layer reads it: a script that makes one for other masks than causal ones would train on another."""
+    echo, hybrid, mask = _Echo(), MagiHybridModel.__new__(MagiHybridModel), torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    for call in (echo.forward, echo.build_schedule_plan):
+        assert call("tokens", "positions", None, labels="labels") == {"labels": "labels"}
+    for call in (echo.forward, echo.build_schedule_plan, hybrid.forward):
+        for args, kwargs in ((("tokens", "positions", mask), {}), (("tokens",), {"attention_mask": mask})):
+            with pytest.raises(ValueError, match=r"^attention_mask: .* give None, and say it by --magi-mask"):
+                call(*args, **kwargs)
+
+
+def test_documents_and_padding_of_a_caller_are_not_replaced_without_a_word() -> None:
+    echo, batch = _Echo(), SimpleNamespace(params=MagiSeqParams(), padding_mask=torch.zeros(1, 4, dtype=torch.bool))
+    bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
+    with echo.given(batch):
+        for harmless in ({}, {"packed_seq_params": PackedSeqParams(qkv_format="thd")}):
+            found = echo.forward("tokens", padding_mask=batch.padding_mask, **harmless)
+            assert found["packed_seq_params"] is batch.params
+        with pytest.raises(ValueError, match=r"^packed_seq_params: its bounds .* has to return them"):
+            echo.forward("tokens", packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds))
+        with pytest.raises(ValueError, match=r"^padding_mask: it would have no effect"):
+            echo.forward("tokens", padding_mask=batch.padding_mask.clone())
+    assert echo.forward(padding_mask=batch.padding_mask) == {"padding_mask": batch.padding_mask}
 
 
 def test_latent_attention_with_fused_rope_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

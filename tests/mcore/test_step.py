@@ -18,7 +18,7 @@ from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mcore import forward_step as forward_step_module
 from megatron_magi.mcore import loader, step, stock_step
 from megatron_magi.mcore.batch import ReadBatches
-from megatron_magi.mcore.forward_step import MagiForwardStep
+from megatron_magi.mcore.forward_step import MagiForwardStep, end_token
 
 CU_SEQLENS = torch.tensor([0, 3, 10])
 
@@ -211,6 +211,19 @@ def test_items_without_what_other_backends_broadcast_are_refused() -> None:
     del items["labels"]
     with pytest.raises(ValueError, match=r"^dataset_provider: its items have no labels$"):
         stock_step._check_fields(items, SimpleNamespace(create_attention_mask_in_dataloader=False))
+
+
+def test_documents_that_no_token_ends_are_an_error() -> None:
+    """They would see each other: a tokenizer has no EOD token, or Megatron's data sets replace it as padding."""
+    args = SimpleNamespace(allow_ambiguous_pad_tokens=False)
+    assert end_token(args, SimpleNamespace(eod=0)) == 0
+    assert end_token(args, SimpleNamespace(eod=7, pad=7)) == 7
+    with pytest.raises(ValueError, match=r"^reset_attention_mask: .* this tokenizer has none"):
+        end_token(args, SimpleNamespace(eod=None))
+    args.allow_ambiguous_pad_tokens = True
+    assert end_token(args, SimpleNamespace(eod=7, pad=8)) == 7
+    with pytest.raises(ValueError, match=r"^allow_ambiguous_pad_tokens: .* in the place of --reset-attention-mask"):
+        end_token(args, SimpleNamespace(eod=7, pad=7))
 
 
 def shared_rates(rank, num_ranks, tp_sizes):

@@ -55,6 +55,8 @@ def _validate(monkeypatch: pytest.MonkeyPatch, *extra: str) -> None:
         [],
         ["--overlap-moe-expert-parallel-comm"],
         ["--mtp-num-layers", "1"],
+        ["--use-rope-scaling", "--rotary-seq-len-interpolation-factor", "2", "--rotary-interleaved"],
+        ["--rotary-seq-len-interpolation-factor", "1", "--multi-latent-attention"],
         ["--cuda-graph-impl", "local", "--cuda-graph-modules", "moe_preprocess", "moe_router"],
         ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "mlp", "moe_router"],
         FULL_ITERATION,
@@ -100,7 +102,23 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         (["--hybrid-context-parallel"], "hybrid_context_parallel"),
         (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
         (["--qk-clip"], "qk_clip"),
+        (["--bf16", "--qk-clip", "--qk-clip-alpha", "1"], "qk_clip_alpha"),
+        (["--bf16", "--qk-clip", "--qk-clip-threshold", "0"], "qk_clip_threshold"),
         (["--perform-rl-step"], "perform_rl_step"),
+        (["--use-rope-scaling", "--hybrid-layer-pattern", "*-"], "use_rope_scaling"),
+        (["--use-rope-scaling", "--hybrid-override-pattern", "*-"], "use_rope_scaling"),
+        (["--use-rope-scaling", "--multi-latent-attention"], "use_rope_scaling"),
+        (["--use-rope-scaling", "--position-embedding-type", "yarn"], "use_rope_scaling"),
+        (
+            ["--rotary-seq-len-interpolation-factor", "2", "--multi-latent-attention"],
+            "rotary_seq_len_interpolation_factor",
+        ),
+        (
+            ["--rotary-seq-len-interpolation-factor", "2", "--position-embedding-type", "yarn"],
+            "rotary_seq_len_interpolation_factor",
+        ),
+        (["--rotary-interleaved", "--hybrid-layer-pattern", "*-"], "rotary_interleaved"),
+        (["--position-embedding-type", "relative"], "position_embedding_type"),
         (["--fake-process-group"], "fake_process_group"),
         (["--logits-load-dir", "teacher"], "logits_load_dir"),
         (["--logits-save-dir", "teacher"], "logits_save_dir"),
@@ -136,6 +154,8 @@ ONE_RANK = ["--context-parallel-size", "1"]
         ([*DELTA, "--linear-num-key-heads", "2", "--tensor-model-parallel-size", "2"], "linear_num_key_heads"),
         ([*DELTA, "--linear-num-value-heads", "3"], "linear_num_value_heads"),
         ([*VARIANT, "--linear-num-value-heads", "3"], "linear_num_value_heads"),
+        ([*DELTA, "--tensor-model-parallel-size", "2"], "sequence_parallel"),
+        ([*VARIANT, "--tensor-model-parallel-size", "2", *ONE_RANK], "sequence_parallel"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -150,6 +170,7 @@ def test_what_linear_layers_do_not_take_is_named(monkeypatch: pytest.MonkeyPatch
         [*MAMBA, "--context-parallel-size", "8"],  # 8 heads; ranks share groups
         [*MAMBA, "--mamba-num-groups", "8", "--tensor-model-parallel-size", "4"],
         [*DELTA, "--context-parallel-size", "16"],
+        [*DELTA, "--tensor-model-parallel-size", "2", "--sequence-parallel"],
         ["--hybrid-layer-pattern", "*-", "--deterministic-mode", *FULL_ITERATION],
     ],
 )
@@ -162,6 +183,17 @@ def test_linear_layers_of_one_rank_without_documents_run_as_in_megatron(
     monkeypatch: pytest.MonkeyPatch, extra: list[str]
 ) -> None:
     check_linear_layers(_parse(monkeypatch, *extra, *ONE_RANK, without=("--reset-attention-mask",)))
+
+
+def test_the_norm_that_heads_of_a_gated_delta_net_share_needs_sequence_parallelism(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its gradient would be that of one tensor-parallel rank's heads, without documents and CP too."""
+    tensor = ["--tensor-model-parallel-size", "2"]
+    without = ("--reset-attention-mask",)
+    check_linear_layers(_parse(monkeypatch, *MAMBA, *tensor, *ONE_RANK, without=without))
+    with pytest.raises(ValueError, match=r"^sequence_parallel: without it Megatron does not add up the gradients"):
+        check_linear_layers(_parse(monkeypatch, *DELTA, *tensor, *ONE_RANK, without=without))
 
 
 def test_multi_token_prediction_in_a_later_chunk_of_the_first_stage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +219,8 @@ PACKING = ["--sequence-packing-scheduler", "dp_balanced", "--calculate-per-token
         (["--num-experts", "4"], "moe_token_dispatcher_type: allgather"),
         (["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall", "--moe-expert-capacity-factor", "1"],
          "moe_expert_capacity_factor"),
+        (["--num-experts", "4", "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"],
+         "moe_flex_dispatcher_backend: hybridep"),
         (["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall", "--moe-router-load-balancing-type",
           "seq_aux_loss"], "moe_router_load_balancing_type: seq_aux_loss"),
     ],
