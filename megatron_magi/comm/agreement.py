@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_magi.comm.board import Board, Meeting
 from megatron_magi.comm.collective_checks import CallLog, calls_of, log_of
 from megatron_magi.comm.groups import all_gather_single, names_of, wait_awake
+from megatron_magi.runtime.lasting import lasting
 
 MAX_VALUES = 16
 """Values of a comparison; a rank sends all of them, so that ranks which compare others do not wait for each other."""
@@ -179,8 +180,9 @@ def start_agreement(
         if (board := first.board(log, call)) is not None:
             return Agreement(_write(board, row, log, call), group, names, log)
         on_gpu, row = _needs_gpu(group), [*row, *first.meeting.numbers()]
-        mine = torch.tensor([row], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-        found = torch.empty((num_ranks, len(row)), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        with lasting():
+            mine = torch.tensor([row], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+            found = torch.empty((num_ranks, len(row)), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         if on_gpu:
             done: dist.Work | torch.cuda.Event = _gather_aside(found, mine, group)
         else:  # the work keeps both tensors
@@ -201,7 +203,8 @@ def _write(board: Board, row: Sequence[int], log: CallLog, call: int) -> _Receiv
     if not board.has_room(call):
         log.wait(call, lambda: board.has_room(call))
     board.write(call, row)
-    found = torch.empty((log.num_ranks, MAX_VALUES), dtype=torch.int64, device="cpu")
+    with lasting():
+        found = torch.empty((log.num_ranks, MAX_VALUES), dtype=torch.int64, device="cpu")
     made = known[call] = _Received(board, found, call)
     return made
 

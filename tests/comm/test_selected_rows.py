@@ -109,6 +109,14 @@ def test_an_overflow_is_told_once_though_calls_queued_meanwhile_copy_it_again():
     assert watch.take() == 11
 
 
+def test_a_watch_of_inference_mode_goes_on_outside_of_it():
+    with torch.inference_mode():
+        watch = OverflowWatch(torch.device("cpu"))
+        watch.note(requests_of(3, "cpu"))
+    watch.note(requests_of(12, "cpu"))
+    assert watch.take() == 12
+
+
 @pytest.mark.gpu
 def test_an_overflow_that_the_host_has_taken_is_not_told_by_calls_that_were_queued_before():
     watch = OverflowWatch(torch.device("cuda"))

@@ -98,6 +98,16 @@ def test_sparse_kernels_get_what_fills_their_tiles_better(monkeypatch, heads, q_
         assert (found.q_block, found.k_block) == (q_block, k_block)
 
 
+@pytest.mark.parametrize("k_block", [1, 128])
+def test_patterns_that_are_made_in_inference_mode_can_be_saved_for_a_backward(monkeypatch, k_block):
+    monkeypatch.setattr(sparse_ranges, "fast_sparse", lambda *_: SPARSE["ffa"])
+    table = block_table(np.random.default_rng(0).random((80, 1024 // k_block)) < 0.5, 1, k_block, 80, 1024)
+    ranges = HostRanges([table[:, :2], table[:, 2:4]], 80, 1024)
+    with torch.inference_mode():
+        pattern = sparse_pattern_of(ranges, like(80, 128), like(1024, 1), like(1024, 1), AttnOptions(1.0))
+    assert pattern is not None and not any(x.is_inference() for x in pattern.tensors)
+
+
 def test_lists_of_single_keys_of_very_different_lengths_are_not_padded(monkeypatch):
     monkeypatch.setattr(sparse_ranges, "fast_sparse", lambda *_: SPARSE["ffa"])
     found = []

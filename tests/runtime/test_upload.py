@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_magi.runtime import upload as module
-from megatron_magi.runtime.upload import together, upload, when_there
+from megatron_magi.runtime.upload import pack, together, upload, when_there
 
 CYCLES = 200_000_000
 """Of the clock: about a tenth of a second."""
@@ -27,6 +27,19 @@ def test_arrays_arrive_as_they_are(device):
 
 
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@on_both
+def test_arrays_of_inference_mode_can_be_written_outside_of_it(device):
+    (array, *_), found = some_arrays(), []
+    with torch.inference_mode():
+        found += upload([array], device)
+        found += pack([array]).to(device)
+        with together(torch.device(device)):
+            found += upload([array], device)
+    for tensor in found:
+        assert not tensor.is_inference()
+        np.testing.assert_array_equal(tensor.add_(1).cpu().numpy(), array + 1)
 
 
 @on_both
