@@ -26,6 +26,7 @@ from megatron_magi.ops.slice_passes import backend_that
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.overlap_schedule import make_schedule
 from megatron_magi.plan.types import Runtime
+from megatron_magi.runtime.lasting import lasting
 
 _NOTHING = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
 _NOTHING.setflags(write=False)
@@ -70,7 +71,7 @@ class StaticPlans:
             rank raised an error.
     """
 
-    @torch.inference_mode(False)  # `load` changes buffers outside of that mode too
+    @lasting()
     def __init__(
         self,
         plans: Mapping[Any, RankPlan],

@@ -11,6 +11,7 @@ from megatron_magi.attention.travel import TravelArgs, travel_args
 from megatron_magi.comm.group_collective import GroupCastArgs
 from megatron_magi.comm.static_args import StaticArgs
 from megatron_magi.plan import RankPlan
+from megatron_magi.runtime.lasting import lasting
 
 
 class StaticMoves:
@@ -30,6 +31,7 @@ class StaticMoves:
         ValueError: a plan tells nodes apart.
     """
 
+    @lasting()
     def __init__(self, samples: Sequence[RankPlan], device: torch.device, headroom: float) -> None:
         num_rows, num_ranks = samples[0].num_rows, samples[0].cp_size
         self._device, made = device, [known for known in (travel_args(plan, device) for plan in samples) if known]

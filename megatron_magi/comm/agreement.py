@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_magi.comm.board import Board, Meeting
 from megatron_magi.comm.collective_checks import CallLog, calls_of, log_of
 from megatron_magi.comm.groups import all_gather_single, names_of, wait_awake
+from megatron_magi.runtime.lasting import lasting
 
 MAX_VALUES = 16
 """Values of a comparison; a rank sends all of them, so that ranks which compare others do not wait for each other."""
@@ -179,7 +180,7 @@ def start_agreement(
         if (board := first.board(log, call)) is not None:
             return Agreement(_write(board, row, log, call), group, names, log)
         on_gpu, row = _needs_gpu(group), [*row, *first.meeting.numbers()]
-        with torch.inference_mode(False):  # of which `Agreement.wait` need not be inside
+        with lasting():
             mine = torch.tensor([row], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
             found = torch.empty((num_ranks, len(row)), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         if on_gpu:
@@ -202,7 +203,7 @@ def _write(board: Board, row: Sequence[int], log: CallLog, call: int) -> _Receiv
     if not board.has_room(call):
         log.wait(call, lambda: board.has_room(call))
     board.write(call, row)
-    with torch.inference_mode(False):
+    with lasting():
         found = torch.empty((log.num_ranks, MAX_VALUES), dtype=torch.int64, device="cpu")
     made = known[call] = _Received(board, found, call)
     return made

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_magi.comm.collective_checks import calls_of
 from megatron_magi.operands.merge import accumulate_dtype
+from megatron_magi.runtime.lasting import lasting
 from megatron_magi.runtime.upload import upload
 
 _BITS = 8
@@ -275,7 +276,7 @@ class OverflowWatch:
     host finds it copy it again, which the count tells from another.
     """
 
-    @torch.inference_mode(False)  # calls outside of that mode change them too
+    @lasting()
     def __init__(self, device: torch.device) -> None:
         self._count, self._last = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")

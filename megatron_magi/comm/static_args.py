@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.peer_tables import NUM_ARRAYS, MostRows, PeerTables
 from megatron_magi.comm.rows import Arrivals
+from megatron_magi.runtime.lasting import lasting
 
 TAIL_ROWS = 256
 """Rows after the received ones that kernels may read."""
@@ -37,6 +38,7 @@ class StaticArgs:
         tail: indices of the `TAIL_ROWS` rows after the received ones, int64, whose contents are undefined.
     """
 
+    @lasting()
     def __init__(
         self,
         samples: Sequence[GroupCastArgs],

@@ -17,6 +17,7 @@ from megatron_magi.backends.registry import fast_sparse
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.sparse_pattern import K_BLOCKS, MAX_Q_BLOCK, SparsePattern, num_blocks
 from megatron_magi.ops.mask_tensors import HostRanges
+from megatron_magi.runtime.lasting import lasting
 from megatron_magi.runtime.lru import LruCache
 
 _FEW_SLICES = 64
@@ -89,7 +90,7 @@ def _is_faster(lists: BlockLists, heads: int, deterministic: bool) -> bool:
     return min(places, _TILE) > lists.q_block * min(heads, _DENSE_HEADS)
 
 
-@torch.inference_mode(False)  # a later call may save it for its backward
+@lasting()  # patterns are kept, and saved for backwards
 def _pattern(lists: BlockLists, device: torch.device) -> SparsePattern:
     if lists.k_block > 1:
         tensors = tuple(torch.from_numpy(x).to(device) for x in (lists.offsets[None], lists.entries))

@@ -1,8 +1,4 @@
-"""Arrays that go to a device together: one buffer, one copy.
-
-What is kept for later calls must not be made in inference mode, which the first one may run in: torch neither changes
-such tensors outside of it nor saves them for a backward. So uploads leave that mode.
-"""
+"""Arrays that go to a device together: one buffer, one copy."""
 
 from __future__ import annotations
 
@@ -16,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from megatron_magi.runtime.lasting import lasting
 
 _ALIGNMENT = 16  # bytes; what kernels read tables with
 
@@ -54,7 +52,7 @@ class PackedArrays:
         offset, dtype, shape = self.places[index]
         return self.buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    @torch.inference_mode(False)
+    @lasting()
     def to(self, device: torch.device | str) -> Views:
         """The arrays as tensors on ``device``: views of one block of memory, made when they are asked for.
 
@@ -92,7 +90,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) if len(shape) == 1 else tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-@torch.inference_mode(False)
+@lasting()
 def pack(arrays: Sequence[np.ndarray]) -> PackedArrays:
     """Copies arrays of numbers or bools into one buffer.
 
@@ -225,7 +223,7 @@ class _Block:
         self._views: dict[torch.dtype, torch.Tensor] = {}
         self._end = 0
 
-    @torch.inference_mode(False)
+    @lasting()
     def take(self, arrays: Sequence[np.ndarray]) -> Sequence[torch.Tensor] | None:
         """Tensors at which the arrays will be; None if there is no room for them."""
         places, end = _places_of(arrays, self._end)

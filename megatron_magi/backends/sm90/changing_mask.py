@@ -28,6 +28,7 @@ from megatron_magi.backends.sm90.schedule import most_items
 from megatron_magi.backends.sm90.support import COUNTER_BYTES
 from megatron_magi.cuda import driver
 from megatron_magi.mask import bands as bd
+from megatron_magi.runtime.lasting import lasting
 from megatron_magi.runtime.upload import when_there
 
 _NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner", "num_arriving")
@@ -53,6 +54,7 @@ class StaticMemory:
         device: of the launches.
     """
 
+    @lasting()
     def __init__(self, device: torch.device) -> None:
         self._host = np.zeros((_MOST_NUMBERS, _NUMBERS_WORDS), dtype=np.int32)
         self._numbers = torch.zeros(_MOST_NUMBERS, _NUMBERS_WORDS, dtype=torch.int32, device=device)
@@ -211,6 +213,7 @@ class StaticMask:
         bands.setflags(write=False)
         return bands
 
+    @lasting()
     def plan(self, tiling: Tiling, refit: Refit) -> DevicePlan:
         """The tables of a tiling; made on first use, which must not be during capture.
 
@@ -231,7 +234,7 @@ class StaticMask:
             self._copy(self._tables(made, source))
         return self._plans[tiling]
 
-    @torch.inference_mode(False)
+    @lasting()
     def make_schedule(self, plan: _StaticPlan, key: hopper_plan.ScheduleKey) -> DeviceSchedule:
         """A schedule of a plan with room, for `_StaticPlan`."""
         refuse_capture(self.device)
@@ -336,7 +339,6 @@ def _longest(sources: Sequence[DevicePlan]) -> tuple[int, ...]:
     return tuple(map(max, zip(*map(_lengths, sources), strict=True)))
 
 
-@torch.inference_mode(False)  # the first call may run in that mode, and `load` outside
 def _with_room(sources: Sequence[DevicePlan], tiling: Tiling, headroom: float, most: int) -> tuple[HostPlan, Tensor]:
     """Allocates tables with headroom over these, of which none may see anything, and with tiles for ``most`` rows, or
     keys of a backward; makes a plan on the host.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.backends.base import MaskSize
+from megatron_magi.backends.base import MaskSize, copy_tables
 from megatron_magi.backends.sm90 import plan as hopper_plan
 from megatron_magi.backends.sm90.changing_mask import StaticMask, StaticMemory, _parts
 from megatron_magi.backends.sm90.plan import Tiling, device_plan, make_host_plan, schedule_of
@@ -82,6 +82,14 @@ def static_mask(first: AttnMask, headroom: float) -> StaticMask:
         for key in KEYS if tiling.is_backward else ():
             schedule_of(plan, *key)
     return mask
+
+
+def test_tables_that_are_made_in_inference_mode_can_be_loaded_outside_of_it(monkeypatch):
+    monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 20, 8))
+    with torch.inference_mode():
+        mask = static_mask(builders.causal(TOTAL), 1.5)
+    copy_tables(mask.take(MaskSize(builders.sliding_window(TOTAL, 300, 0).bands, TOTAL, TOTAL), 1))
+    mask.memory.send()
 
 
 def lengths(rng: np.random.Generator, count: int) -> list[int]:
