@@ -309,9 +309,19 @@ def _make_call(template: CallTemplate, plan: RankPlan) -> CachedCall:
 
 
 def _backend_for(plan: RankPlan, template: CallTemplate, options: AttnOptions) -> Backend:
-    """The backend of the template, or the next that takes the masks of this plan."""
+    """The backend of the template, or the next that takes the masks of this plan.
+
+    Raises:
+        ValueError: of several ranks: the one that is asked for by name does not take the call. It would say so itself,
+            but then keys are under way, which the next call would receive.
+    """
     backend, (q, _, v) = template.backend, template.layouts
     if template.config.attend.impl != "auto" or plan.runtime.tail is not None:
+        if plan.cp_size > 1 and plan.runtime.tail is None:
+            reasons = (backend.why_not_call(options, bands) for bands in plan.bands)
+            reason = backend.why_not(q.device, q.dtype, (q.shape[2], v.shape[2])) or next(filter(None, reasons), None)
+            if reason is not None:
+                raise ValueError(reason)
         return backend
     if all(backend.why_not_call(options, bands) is None for bands in plan.bands):
         return backend

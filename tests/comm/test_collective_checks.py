@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_magi import api
 from megatron_magi.comm import collective_checks, timeouts
 from megatron_magi.comm.store_channel import StoreChannel
-from megatron_magi.config import CommConfig, MagiConfig
+from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
 from megatron_magi.testing.spawn import run_ranks
 
 TOTAL = 48
@@ -181,6 +181,21 @@ def test_an_error_on_all_ranks_is_each_ones_own_and_the_group_goes_on(ranks, kin
     assert [(first[0], second[0]) for first, second in ranks(2, raise_inside, [0, 1], kind)] == [
         (f"{kind.__name__}: none left", "no error")
     ] * 2
+
+
+def ask_for_kernels_of_gpus(rank, num_ranks, impl):
+    key = new_key(dist.group.WORLD)
+    attend(key)
+    bounds, config = [0, TOTAL], MagiConfig(attend=AttendConfig(impl=impl))
+    on_gpus = api.magi_attn_varlen_key(bounds, bounds, cp_group_or_mesh=dist.group.WORLD, dist_attn_config=config)
+    return [outcome(attend, one)[0] for one in (on_gpus, key, on_gpus, key)]
+
+
+@pytest.mark.parametrize("impl", ["ffa", "cudnn", "triton"])
+def test_a_backend_that_does_not_take_the_call_is_refused_before_anything_is_sent(ranks, impl):
+    for first, second, third, fourth in ranks(2, ask_for_kernels_of_gpus, impl, timeout_s=100):
+        assert first == third and first.startswith("ValueError: ") and f"'{impl}'" in first
+        assert second == fourth == "no error"
 
 
 def wrong_rows_everywhere(rank, num_ranks):
