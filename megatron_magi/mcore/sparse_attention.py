@@ -101,11 +101,13 @@ class MagiDSAttention(DSAttention):
         q, k, v = (None if t is None else t.reshape(t.shape[0], *t.shape[-2:]) for t in (query, key, value))
         k, v = (None if t is None else self._whole_rows(t, q) for t in (k, v))
         dispatch_key = params.plans.key_of(self.cp_group)
-        _check_rows(dispatch_key, q, k, v)
+        if dispatch_key.config.attend.sanity_check:
+            _check_rows(dispatch_key, q, k, v)
         whole = _gathered(k, dispatch_key)
         lists, loss = self._lists(q, whole.detach(), x.detach(), qr.detach(), params, dispatch_key)
         out = self._attend(q, whole, None if v is None else _gathered(v, dispatch_key), lists, dispatch_key)
-        out = with_finite_gradient(out, runtime_of(dispatch_key), dispatch_key.config)
+        if dispatch_key.config.attend.sanity_check:
+            out = _with_finite_gradient(out, dispatch_key)
         if up_v_weight is not None:
             out = torch.einsum("rhc,hdc->rhd", out, up_v_weight.to(out.dtype))
         out = params.layout.from_rows(out.flatten(1))
@@ -196,10 +198,15 @@ class MagiDSAttention(DSAttention):
 
 @outside_graphs
 def _check_rows(key: DistAttnRuntimeKey, q: Tensor, k: Tensor, v: Tensor | None) -> None:
-    """With ``attend.sanity_check``: raises for rows that are not finite, on all ranks."""
+    """Raises ValueError for rows that are not finite, and RuntimeError on the other context-parallel ranks."""
     runtime = runtime_of(key)
     with told(runtime.group, verifies(key.config)):
         check_finite(runtime, key.config, q=q, k=k, v=v)
+
+
+@outside_graphs
+def _with_finite_gradient(out: Tensor, key: DistAttnRuntimeKey) -> Tensor:
+    return with_finite_gradient(out, runtime_of(key), key.config)
 
 
 def _gathered(rows: Tensor, key: DistAttnRuntimeKey) -> Tensor:

@@ -162,8 +162,15 @@ def check_numbers(pattern: SparsePattern, num_keys: int) -> None:
         offsets, n = pattern.tensors[0], entries.shape[0]
         if bool((offsets[:, 0] < 0).any() or (offsets.diff() < 0).any() or (offsets[:, -1] > n).any()):
             raise ValueError(f"blocks: expected offsets that never fall and lie in 0 to {n}")
-        at = torch.arange(n, device=entries.device)
-        entries = entries[((at >= offsets[:, :1]) & (at < offsets[:, -1:])).any(dim=0)]  # others are in no list
+        entries = entries[_listed(offsets, n)]
     if not pattern.is_mask and entries.numel() and int(entries.max()) >= columns:
         name = "indices" if pattern.k_block == 1 else "blocks"
         raise ValueError(f"{name}: expected numbers below {columns}, got {int(entries.max())}")
+
+
+def _listed(offsets: Tensor, n: int) -> Tensor:
+    """Which of ``n`` entries are in a list, of any head; those between the heads' lists are not."""
+    changes = torch.zeros(n + 1, dtype=torch.int32, device=offsets.device)
+    one = changes.new_ones(len(offsets))
+    changes.index_add_(0, offsets[:, 0].long(), one).index_add_(0, offsets[:, -1].long(), -one)
+    return changes[:-1].cumsum(0, dtype=torch.int32) > 0

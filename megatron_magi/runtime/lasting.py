@@ -10,6 +10,7 @@ def lasting() -> torch.inference_mode:
     be in inference mode.
 
     A tensor of inference mode can neither be written in place outside of it nor be saved for a backward, so that an
-    evaluation would break the training that follows it.
+    evaluation would break the training that follows it. This turns gradients on too: only for what is not computed from
+    a caller's tensors.
     """
     return torch.inference_mode(False)

@@ -54,13 +54,13 @@ PRELOAD_IF_IMPORTED = (
     "pytest",
     "hypothesis",
     "torch.distributed.fsdp",
-    "torch._inductor.compile_fx",  # Megatron imports it
     "megatron_magi.attention",
     "megatron_magi.hf",
     "transformers.generation.utils",
     "transformers.trainer",
 )
-"""So it does with these where the caller has imported them; Megatron is not among them: see `cpu_device.install`."""
+"""So it does with these where the caller has imported them. None of them asks for GPUs, as ranks could not be forked
+then; Megatron does, and has to be imported after `cpu_device.install`."""
 
 START_METHODS = {"gloo": "fork", "nccl": "spawn"}
 """How the ranks of a backend are started from their supervisor."""

@@ -163,6 +163,24 @@ def test_the_server_imports_for_all_ranks_what_the_caller_has_imported(name, mon
     assert name not in _modules_of_server()
 
 
+ASKS_FOR_GPUS = """
+import importlib
+import torch
+calls = []
+torch._C._cuda_getDeviceCount = lambda: calls.append(1) or 0
+from megatron_magi.testing.spawn import PRELOAD, PRELOAD_IF_IMPORTED
+for name in (*PRELOAD, *PRELOAD_IF_IMPORTED):
+    importlib.import_module(name)
+assert not calls
+torch.cuda.is_available()
+assert calls
+"""
+
+
+def test_the_server_does_not_ask_for_gpus_as_ranks_could_not_be_forked_from_it_then():
+    subprocess.run([sys.executable, "-c", ASKS_FOR_GPUS], check=True)
+
+
 def test_inside_an_existing_group_the_function_runs_in_place():
     expected = [(0, torch.ones(1)), (1, torch.ones(1))]
     assert run_ranks(run_inside, 2) == [expected, expected]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.mask.dense import dense_bands
-from megatron_magi.operands.merge import accumulate_dtype, merge_sink_, write_result_
+from megatron_magi.operands.merge import accumulate_dtype, write_result_
 from megatron_magi.operands.options import AttnOptions
 from megatron_magi.operands.passes import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 
@@ -50,6 +50,7 @@ def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, gr
     grads.put(grad.transpose(0, 1) for grad in (dq, dk, dv))
 
 
+@torch.no_grad()
 def weights(logits: Tensor, sinks: Tensor | None, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Weights of keys, and the log-sum-exp of rows; of a row that sees nothing 0 and -inf.
 
@@ -61,19 +62,20 @@ def weights(logits: Tensor, sinks: Tensor | None, counts: Tensor | None = None) 
         sinks: log-sum-exp of the sinks of each row, expandable to ``[..., rows]``.
         counts: how often a key is there, as logits; once when None.
     """
+    largest = logits.new_full(logits.shape[:-1], -torch.inf)
     if logits.shape[-1]:
-        largest = logits.amax(-1, keepdim=True)
-    else:
-        largest = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
-    shift = largest.masked_fill(largest == -torch.inf, 0)
-    p = torch.exp(logits - shift)
+        largest = logits.amax(-1)
+    if sinks is not None:
+        sinks = sinks.to(logits.dtype)
+        largest = torch.maximum(largest, sinks.masked_fill(sinks.isposinf(), -torch.inf))
+    shift = largest.masked_fill(largest.isinf(), 0)
+    p = torch.exp(logits - shift[..., None])
     if counts is not None:
         p = p * counts
-    total = p.sum(-1, keepdim=True)
-    p, lse = p / total.masked_fill(total == 0, 1), (total.log() + shift)[..., 0]
+    total = p.sum(-1)
     if sinks is not None:
-        merge_sink_(p, lse, sinks)
-    return p, lse
+        total = total + torch.exp(sinks - shift)
+    return p / total.masked_fill(total == 0, 1)[..., None], total.log() + shift
 
 
 def _visible(bands: np.ndarray, q: Tensor, k: Tensor) -> Tensor:
