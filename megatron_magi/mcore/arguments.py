@@ -101,8 +101,8 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
         args.variable_seq_lengths = True  # pipeline stages tell each other lengths
         if not args.num_experts:
             args.moe_token_dispatcher_type = "alltoall"  # Megatron asks for it, of models without experts too
-    check_linear_layers(args)
     padded = buffer_length(args)
+    check_linear_layers(args, is_padded=padded != args.seq_length)
     check_padding(args, padded)
     for notice in chunk_notices(args, padded):
         arguments.warn_rank_0(notice)

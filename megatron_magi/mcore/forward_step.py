@@ -72,24 +72,33 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
     return BatchDispatcher(planner, agreement_group)
 
 
-def end_token(args: Namespace, tokenizer: Any) -> int:
+def end_token(args: Namespace, tokenizer: Any) -> int | None:
     """The token at which documents end, of a command line that confines attention by it.
 
     Raises:
-        ValueError: there is none, or Megatron's data sets take it out.
+        ValueError: there is none, or Megatron's data sets take it out, and these do not return bounds of documents.
     """
+    if args.dataloader_inter_document_masking:
+        return tokenizer.eod
     if tokenizer.eod is None:
         raise ValueError(
             "reset_attention_mask: documents end at EOD tokens, and this tokenizer has none; drop it, or give "
             "--dataloader-inter-document-masking"
         )
-    if args.allow_ambiguous_pad_tokens and tokenizer.pad == tokenizer.eod:
+    if args.allow_ambiguous_pad_tokens and tokenizer.eod != 0 and _pad_token(tokenizer) == tokenizer.eod:
         raise ValueError(
             "allow_ambiguous_pad_tokens: Megatron's data sets replace padding tokens by 0, and so with this tokenizer "
             "the EOD tokens by which --reset-attention-mask finds documents; drop it, or give "
             "--dataloader-inter-document-masking in the place of --reset-attention-mask"
         )
     return tokenizer.eod
+
+
+def _pad_token(tokenizer: Any) -> int | None:
+    try:
+        return tokenizer.pad
+    except Exception:  # noqa: BLE001  (as Megatron's data sets do, which then have one that is no token)
+        return None
 
 
 def _with_shared_rates(config: MagiConfig, tp_size: int) -> MagiConfig:

@@ -157,11 +157,12 @@ def _gated_delta_nets(args: Namespace) -> list[bool]:
     return [bool(is_linear) for is_linear in every]
 
 
-def check_linear_layers(args: Namespace) -> None:
+def check_linear_layers(args: Namespace, *, is_padded: bool = False) -> None:
     """Refuses options that do not go with linear layers, if the model has some.
 
     Args:
         args: a parsed command line.
+        is_padded: whether microbatches are.
 
     Raises:
         ValueError: there is one; names it.
@@ -174,7 +175,8 @@ def check_linear_layers(args: Namespace) -> None:
         )
     has_documents = args.reset_attention_mask or args.sft or args.dataloader_inter_document_masking
     has_documents = has_documents or is_asked_for(args)
-    if args.context_parallel_size > 1 or has_documents:  # else they run as they do in Megatron
+    has_parts = is_padded and args.micro_batch_size > 1  # of several sequences, in a column of Megatron's batch
+    if args.context_parallel_size > 1 or has_documents or has_parts:  # else they run as they do in Megatron
         if "M" in letters:
             _check_mamba(args)
         if "G" in letters:
@@ -223,7 +225,7 @@ def _check_gated_delta_net(args: Namespace) -> None:
     if args.deterministic_mode:
         raise ValueError(
             "deterministic_mode: Megatron's deterministic gated delta net knows no documents and no order of tokens; "
-            "drop it, or train without documents and context parallelism"
+            "drop it, or train without documents, context parallelism and several padded sequences a microbatch"
         )
     for name in ("linear_num_key_heads", "linear_num_value_heads"):
         _check_heads(name, getattr(args, name), args)

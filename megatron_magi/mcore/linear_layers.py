@@ -111,7 +111,8 @@ class MagiGatedDeltaNet(LinearLayerMixin, GatedDeltaNet):
         if self.config.deterministic_mode:
             raise ValueError(
                 "deterministic_mode: Megatron's deterministic gated delta net knows no documents and no order of "
-                "tokens; drop it, or train without documents and context parallelism"
+                "tokens; drop it, or train without documents, context parallelism and several padded sequences a "
+                "microbatch"
             )
 
     def _resolve_cu_seqlens(self, padded: Tensor | None, actual: Tensor, *args: Any, **kwargs: Any) -> Tensor:

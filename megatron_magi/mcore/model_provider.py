@@ -14,6 +14,8 @@ from megatron.core.models import gpt
 from megatron.core.models.gpt import gpt_layer_specs as layers
 from megatron.core.transformer.spec_utils import import_module
 
+from megatron_magi.mcore.wheel_repairs import notice_rope_scaling
+
 
 class GPTProvider:
     """Builds the chunks of a GPT as the command line says, called by Megatron's ``pretrain``.
@@ -35,6 +37,8 @@ class GPTProvider:
                     f"{name}: not built by pretrain_scripts/pretrain_gpt.py with megatron-core before 0.19; call "
                     "megatron_magi.mcore.install() at the top of Megatron's own script"
                 )
+        if args.use_rope_scaling:
+            notice_rope_scaling(args)
         self._args, self._config, self._hooks = args, config, hooks
         self._has_te = args.transformer_impl == "transformer_engine"
 

@@ -237,7 +237,12 @@ class Planner:
         if self.own_positions and fields["position_ids"].min() < 0:
             raise ValueError(f"position_ids: must not be negative, got {int(fields['position_ids'].min())}")
         if all(source.is_named for source in self.masks.sources):
-            check_no_mask(fields)
+            check_no_mask(
+                fields,
+                "which no mask of attention is made of; leave it out (Megatron's own: create_attention_mask=False, or "
+                "args.create_attention_mask_in_dataloader, which is off), or make the mask of it in a function for "
+                "--magi-mask",
+            )
         bounds = next((fields[name] for name in BOUNDS if name in fields), None)
         return Microbatch(tokens, document_bounds(tokens, bounds, self.eod), fields)
 
@@ -264,17 +269,17 @@ def _visible(mask: AttnMask, index: np.ndarray) -> np.ndarray:
     return visible_keys(mask, index[index < mask.total_seqlen_q])
 
 
-def check_no_mask(fields: Fields) -> None:
+def check_no_mask(fields: Fields, why: str) -> None:
     """Refuses a mask of attention in what a data set returns, where nothing reads it.
+
+    Args:
+        why: what happens to it, and what to do.
 
     Raises:
         ValueError: there is one.
     """
-    if "attention_mask" in fields:
-        raise ValueError(
-            "attention_mask: the data set returns one, which no mask of attention is made of; leave it out (Megatron's "
-            "own with create_attention_mask=False), or make the mask of it in a function for --magi-mask"
-        )
+    if fields.get("attention_mask") is not None:
+        raise ValueError(f"attention_mask: the data set returns one, {why}")
 
 
 def _check_sequences(x: Any, name: str) -> None:

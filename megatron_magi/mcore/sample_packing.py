@@ -137,7 +137,7 @@ def _checked(sample: Any, most_tokens: int) -> Fields:
     missing = [name for name in SEQUENCES if name not in sample]
     if missing:
         raise ValueError(f"dataset_provider: its items have no {' and no '.join(missing)}, only {sorted(sample)}")
-    check_no_mask(sample)
+    check_no_mask(sample, "which packing leaves out: give bounds of documents (cu_seqlens), and no mask")
     shape = sample["tokens"].shape
     for name in SEQUENCES:
         if sample[name].shape != shape:

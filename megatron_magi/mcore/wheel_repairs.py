@@ -25,6 +25,8 @@ _ABSORBED = "core.transformer.experimental_attention_variant.absorbed_mla:Absorb
 _LAYERS = "core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules"
 _INFERENCE = "core.transformer.multi_token_prediction:is_inference_column_parallel_linear"
 _REPLAYS = "core.rerun_state_machine:RerunDataIterator.__next__"
+_MEGATRONS_SCALE = 8.0
+"""Of rotary angles, with ``--use-rope-scaling``."""
 _GPT_CONFIG = "training.argument_utils:gpt_config_from_args"
 _SET = "_set_main_param_and_optimizer_states"
 
@@ -294,15 +296,24 @@ def _repair_rope_scaling() -> None:
 
     @functools.wraps(original)
     def gpt_config_from_args(args: Any, *more: Any, **options: Any) -> Any:
-        from megatron.training.utils import warn_rank_0
-
         config = original(args, *more, **options)
-        if config.rope_scaling and config.rope_scaling_factor != args.rope_scaling_factor:
-            warn_rank_0(
-                f"rope_scaling_factor: rotary angles are scaled by {args.rope_scaling_factor:g}; Megatron itself does "
-                f"not read this option and scales by {config.rope_scaling_factor:g}"
-            )
+        is_read = config.position_embedding_type == "rope" and not config.transformer.multi_latent_attention
+        if config.rope_scaling and is_read and notice_rope_scaling(args):
             config.rope_scaling_factor = args.rope_scaling_factor
         return config
 
     seams.put(_GPT_CONFIG, gpt_config_from_args)
+
+
+def notice_rope_scaling(args: Any) -> bool:
+    """Whether rotary angles are to be scaled by another factor than Megatron's; says so."""
+    from megatron.training.utils import warn_rank_0
+
+    factor = getattr(args, "rope_scaling_factor", _MEGATRONS_SCALE)  # a YAML file need not name it
+    if factor == _MEGATRONS_SCALE:
+        return False
+    warn_rank_0(
+        f"rope_scaling_factor: rotary angles are scaled by {factor:g}; Megatron itself does not read this option and "
+        f"scales by {_MEGATRONS_SCALE:g}"
+    )
+    return True

@@ -269,6 +269,10 @@ def test_items_of_a_data_set_that_do_not_fit_are_named(change: dict, message: st
         _dispatch_alone(batch, own_positions=True)
 
 
+def test_a_field_for_a_mask_of_attention_may_hold_none() -> None:
+    assert _dispatch_alone(_batch(1, 16, attention_mask=None)).params.max_seqlen_q == 16
+
+
 def mask_of_field(batch: Microbatch) -> AttnMask:
     """Documents of the lengths that a data set's own mask of attention shows."""
     sees = ~batch.fields["attention_mask"][0, 0]

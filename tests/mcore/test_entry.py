@@ -111,15 +111,23 @@ def test_rotary_angles_are_scaled_by_the_factor_of_the_command_line(
     args.padded_vocab_size = 288
     built: dict = {}
     monkeypatch.setattr(model_provider.gpt, "GPTModel", lambda **options: built.update(options))
-    provider = model_provider.GPTProvider(args, None, [])
+    notice = r"^rope_scaling_factor: .* scaled by 32; Megatron itself .* by 8"
+    with pytest.warns(UserWarning, match=notice):
+        provider = model_provider.GPTProvider(args, None, [])
     monkeypatch.setattr(provider, "_layer_spec", lambda *_: None)
     provider(True, True, config=SimpleNamespace())
     assert built["rope_scaling"] and built["rope_scaling_factor"] == 32
     if not hasattr(argument_utils, "gpt_config_from_args"):
         return  # the provider builds all GPTs
-    with pytest.warns(UserWarning, match=r"^rope_scaling_factor: .* scaled by 32; Megatron itself .* by 8"):
+    with pytest.warns(UserWarning, match=notice):
         config = argument_utils.gpt_config_from_args(args)
     assert config.rope_scaling and config.rope_scaling_factor == 32
+    args.rope_scaling_factor = 8.0
+    assert argument_utils.gpt_config_from_args(args).rope_scaling_factor == 8
+    del args.rope_scaling_factor  # a YAML file need not name it
+    assert argument_utils.gpt_config_from_args(args).rope_scaling_factor == 8
+    args.use_rope_scaling, args.rope_scaling_factor = False, 32.0
+    assert argument_utils.gpt_config_from_args(args).rope_scaling_factor == 8
 
 
 def test_chunks_longer_than_the_share_of_a_rank_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

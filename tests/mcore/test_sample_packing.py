@@ -108,7 +108,10 @@ def test_the_number_of_microbatches_is_a_multiple_where_stages_are_interleaved()
         ([sample(9)], r"^tokens: expected one sample of 1 to 8 tokens .*got shape \[1, 9\]"),
         ([{**sample(4), "labels": torch.zeros(1, 3)}], r"^labels: expected shape \[1, 4\]"),
         ([{"tokens": torch.zeros(1, 3)}], "^dataset_provider: its items have no labels"),
-        ([sample(4, attention_mask=torch.ones(1, 1, 4, 4))], "^attention_mask: the data set returns one"),
+        (
+            [sample(4, attention_mask=torch.ones(1, 1, 4, 4))],
+            "^attention_mask: .* which packing leaves out: .*cu_seqlens",
+        ),
         ([], "^data: has ended"),
     ],
 )

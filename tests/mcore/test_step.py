@@ -215,15 +215,20 @@ def test_items_without_what_other_backends_broadcast_are_refused() -> None:
 
 def test_documents_that_no_token_ends_are_an_error() -> None:
     """They would see each other: a tokenizer has no EOD token, or Megatron's data sets replace it as padding."""
-    args = SimpleNamespace(allow_ambiguous_pad_tokens=False)
+    args = SimpleNamespace(allow_ambiguous_pad_tokens=False, dataloader_inter_document_masking=False)
     assert end_token(args, SimpleNamespace(eod=0)) == 0
     assert end_token(args, SimpleNamespace(eod=7, pad=7)) == 7
     with pytest.raises(ValueError, match=r"^reset_attention_mask: .* this tokenizer has none"):
         end_token(args, SimpleNamespace(eod=None))
     args.allow_ambiguous_pad_tokens = True
     assert end_token(args, SimpleNamespace(eod=7, pad=8)) == 7
+    assert end_token(args, SimpleNamespace(eod=7)) == 7  # Megatron takes a number that is no token
+    assert end_token(args, SimpleNamespace(eod=0, pad=0)) == 0  # it is replaced by itself
     with pytest.raises(ValueError, match=r"^allow_ambiguous_pad_tokens: .* in the place of --reset-attention-mask"):
         end_token(args, SimpleNamespace(eod=7, pad=7))
+    args.dataloader_inter_document_masking = True  # bounds come with the tokens
+    assert end_token(args, SimpleNamespace(eod=7, pad=7)) == 7
+    assert end_token(args, SimpleNamespace(eod=None)) is None
 
 
 def shared_rates(rank, num_ranks, tp_sizes):

@@ -182,7 +182,12 @@ def test_what_linear_layers_take_passes(monkeypatch: pytest.MonkeyPatch, extra: 
 def test_linear_layers_of_one_rank_without_documents_run_as_in_megatron(
     monkeypatch: pytest.MonkeyPatch, extra: list[str]
 ) -> None:
-    check_linear_layers(_parse(monkeypatch, *extra, *ONE_RANK, without=("--reset-attention-mask",)))
+    args = _parse(monkeypatch, *extra, *ONE_RANK, "--micro-batch-size", "2", without=("--reset-attention-mask",))
+    check_linear_layers(args)
+    with pytest.raises(ValueError, match=f"^{extra[-1].strip('-').replace('-', '_')}: "):
+        check_linear_layers(args, is_padded=True)
+    args.micro_batch_size = 1
+    check_linear_layers(args, is_padded=True)
 
 
 def test_the_norm_that_heads_of_a_gated_delta_net_share_needs_sequence_parallelism(
