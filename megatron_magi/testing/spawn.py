@@ -54,13 +54,12 @@ PRELOAD_IF_IMPORTED = (
     "pytest",
     "hypothesis",
     "torch.distributed.fsdp",
-    "megatron_magi.attention",
-    "megatron_magi.hf",
     "transformers.generation.utils",
     "transformers.trainer",
 )
 """So it does with these where the caller has imported them. None of them asks for GPUs, as ranks could not be forked
-then; Megatron does, and has to be imported after `cpu_device.install`."""
+then; Megatron does, and has to be imported after `cpu_device.install`. This package is not among them: profile mode
+(`megatron_magi.profiling`) begins with its import, for which a rank may set the variable."""
 
 START_METHODS = {"gloo": "fork", "nccl": "spawn"}
 """How the ranks of a backend are started from their supervisor."""
