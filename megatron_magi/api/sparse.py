@@ -8,7 +8,7 @@ is not used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from megatron_magi.api.sparse_keys import (
     FetchOptions,
     Keys,
     all_keys,
+    all_reduce,
     choose_way,
     num_tokens,
     poisoned,
@@ -463,24 +464,9 @@ def _joined(
     if metas[0].max_logits is not None:
         largest = torch.stack([meta.max_logits for meta in metas]).amax(dim=0)
         if runtime.shard.dispatch.cp_size > 1:
-            _all_reduce("largest logits", largest, dist.ReduceOp.MAX, runtime.group, verifies(key.config))
+            all_reduce("largest logits", largest, dist.ReduceOp.MAX, runtime.group, verifies(key.config))
     assert lse.dtype == accumulate_dtype(out.dtype)
     return with_finite_gradient(out, runtime, key.config), AttnForwardMeta(lse=lse, max_logits=largest)
-
-
-class _ReduceCall(NamedTuple):
-    """What ranks must agree on to reduce a tensor."""
-
-    operation: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def _all_reduce(what: str, x: Tensor, op: Any, group: dist.ProcessGroup | None, verify: bool) -> None:
-    """Reduces ``x`` in place over the ranks; those that wait hear of another one's error."""
-    with calls_of(group, dist.get_world_size(group), verify) as calls:
-        calls.agree(_ReduceCall(what, x.dtype, tuple(x.shape)))
-        dist.all_reduce(x, op=op, group=group)
 
 
 class _SinkOfRanks(torch.autograd.Function):
@@ -495,7 +481,7 @@ class _SinkOfRanks(torch.autograd.Function):
     def backward(ctx: Any, dsink: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.op != "none":
             dsink = dsink.clone()
-            _all_reduce("gradient of the sink", dsink, dist.ReduceOp.SUM, ctx.group, ctx.verify)
+            all_reduce("gradient of the sink", dsink, dist.ReduceOp.SUM, ctx.group, ctx.verify)
             if ctx.op == "avg":
                 dsink /= ctx.group.size()
         return dsink, None, None, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -192,13 +192,13 @@ def selected_keys(
 
 
 class _RequestCall(NamedTuple):
-    """What ranks must agree on."""
+    """What ranks must agree on to request keys."""
 
     operation: str
-    num_lists: int = 0
-    capacity: int = 0
-    may_overflow: bool = False
-    on_overflow: str = ""
+    num_lists: int
+    capacity: int
+    may_overflow: bool
+    on_overflow: str
 
 
 def _requested(
@@ -266,10 +266,23 @@ def selected_share(pattern: SparsePattern, runs: tuple[Run, ...], runtime: KeyRu
     selected = chosen.repeat_interleave(pattern.k_block, 1)[:, : places.num_tokens]
     marked = torch.nn.functional.pad(selected, (0, 1))[:, places.token]
     most = places.others(marked.sum(-1), 1).amax()
-    with calls_of(runtime.group, places.num_ranks, verify) as calls:
-        calls.agree(_RequestCall("share of keys"))
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=runtime.group)
+    all_reduce("share of keys", most, dist.ReduceOp.MAX, runtime.group, verify)
     return int(most) / max(places.num_keys)
+
+
+class _ReduceCall(NamedTuple):
+    """What ranks must agree on to reduce a tensor."""
+
+    operation: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def all_reduce(what: str, x: Tensor, op: Any, group: dist.ProcessGroup | None, verify: bool) -> None:
+    """Reduces ``x`` in place over the ranks; those that wait hear of another one's error."""
+    with calls_of(group, dist.get_world_size(group), verify) as calls:
+        calls.agree(_ReduceCall(what, x.dtype, tuple(x.shape)))
+        dist.all_reduce(x, op=op, group=group)
 
 
 def _places(runtime: KeyRuntime, device: torch.device) -> KeyPlaces:

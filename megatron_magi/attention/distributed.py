@@ -42,7 +42,7 @@ from megatron_magi.operands.meta import AttnForwardMeta
 from megatron_magi.operands.options import AttnOptions, make_options, written_out
 from megatron_magi.operands.passes import BackwardInputs
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
-from megatron_magi.ops.slice_passes import backward_pass, choose_for, forward_pass, resolve_impl
+from megatron_magi.ops.slice_passes import backward_pass, choose_for, forward_pass, refusal, resolve_impl
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.runtime.lru import LruCache
 from megatron_magi.runtime.no_compile import outside_graphs
@@ -316,16 +316,18 @@ def _backend_for(plan: RankPlan, template: CallTemplate, options: AttnOptions) -
             but then keys are under way, which the next call would receive.
     """
     backend, (q, _, v) = template.backend, template.layouts
-    if template.config.attend.impl != "auto" or plan.runtime.tail is not None:
-        if plan.cp_size > 1 and plan.runtime.tail is None:
-            reasons = (backend.why_not_call(options, bands) for bands in plan.bands)
-            reason = backend.why_not(q.device, q.dtype, (q.shape[2], v.shape[2])) or next(filter(None, reasons), None)
-            if reason is not None:
-                raise ValueError(reason)
+    is_named = template.config.attend.impl != "auto"
+    if plan.runtime.tail is not None or (is_named and plan.cp_size == 1):
         return backend
-    if all(backend.why_not_call(options, bands) is None for bands in plan.bands):
+    tensors = q.device, q.dtype, (q.shape[2], v.shape[2])
+    reason = refusal(backend, options, plan.bands)
+    if is_named:
+        reason = backend.why_not(*tensors) or reason
+        if reason is not None:
+            raise ValueError(reason)
+    if reason is None:
         return backend
-    found = choose_for("auto", q.device, q.dtype, (q.shape[2], v.shape[2]), options, plan.bands)
+    found = choose_for("auto", *tensors, options, plan.bands)
     assert found.programs is None or found is backend, "ranks may choose different backends, in stages alone"
     return found
 

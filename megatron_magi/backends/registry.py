@@ -124,7 +124,7 @@ def fastest(
     """The first of the fastest backends that takes a call, see `choose`; None if there is none."""
     for name in _FASTEST:
         backend = BACKENDS[name]
-        if backend.takes(device, dtype, dims) and _refusal(backend, options, masks) is None:
+        if backend.takes(device, dtype, dims) and refusal(backend, options, masks) is None:
             return backend
     return None
 
@@ -136,7 +136,7 @@ def faster_than_chosen(device: torch.device, dtype: torch.dtype, dims: tuple[int
     return [BACKENDS[name] for name in before]
 
 
-def _refusal(backend: Backend, options: AttnOptions | None, masks: Sequence[np.ndarray]) -> str | None:
+def refusal(backend: Backend, options: AttnOptions | None, masks: Sequence[np.ndarray]) -> str | None:
     """The reason why a backend does not take options or masks; None if it does."""
     if options is None:
         return None
@@ -153,7 +153,7 @@ def _say_once(name: str, *call: Any) -> None:
     _said.add(key)
     before = _FASTEST[: _FASTEST.index(name)] if name in _FASTEST else _FASTEST
     passed_over = (BACKENDS[known] for known in before)
-    reasons = "; ".join(str(b.why_not(device, dtype, dims) or _refusal(b, options, masks)) for b in passed_over)
+    reasons = "; ".join(str(b.why_not(device, dtype, dims) or refusal(b, options, masks)) for b in passed_over)
     if name == _ANYWHERE:
         logger.warning("attention falls back to the blocked implementation, which is slower: %s", reasons)
     else:

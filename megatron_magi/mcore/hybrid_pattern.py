@@ -205,11 +205,25 @@ def check_shared_norm(tp_size: int, *, is_split: bool) -> None:
         )
 
 
-def _check_mamba(args: Namespace) -> None:
-    if not args.use_mamba_mem_eff_path:
+def check_mamba_path(*, is_efficient: bool) -> None:
+    """Refuses Mamba's path that saves no memory, for layers that are given an order of tokens, by ValueError."""
+    if not is_efficient:
         raise ValueError(
             "disable_mamba_mem_eff_path: Mamba's other path knows no documents and no order of tokens; drop it"
         )
+
+
+def check_delta_rule(*, is_deterministic: bool) -> None:
+    """Refuses Megatron's deterministic gated delta net, for layers that are given an order of tokens, by ValueError."""
+    if is_deterministic:
+        raise ValueError(
+            "deterministic_mode: Megatron's deterministic gated delta net knows no documents and no order of tokens; "
+            "drop it, or train without documents, context parallelism and several padded sequences a microbatch"
+        )
+
+
+def _check_mamba(args: Namespace) -> None:
+    check_mamba_path(is_efficient=args.use_mamba_mem_eff_path)
     tp_size, cp_size = args.tensor_model_parallel_size, args.context_parallel_size
     heads = args.mamba_num_heads or args.hidden_size * _MAMBA_EXPANSION // args.mamba_head_dim
     _check_heads("mamba_num_heads", heads, args)
@@ -222,11 +236,7 @@ def _check_mamba(args: Namespace) -> None:
 
 
 def _check_gated_delta_net(args: Namespace) -> None:
-    if args.deterministic_mode:
-        raise ValueError(
-            "deterministic_mode: Megatron's deterministic gated delta net knows no documents and no order of tokens; "
-            "drop it, or train without documents, context parallelism and several padded sequences a microbatch"
-        )
+    check_delta_rule(is_deterministic=args.deterministic_mode)
     for name in ("linear_num_key_heads", "linear_num_value_heads"):
         _check_heads(name, getattr(args, name), args)
 

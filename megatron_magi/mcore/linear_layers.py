@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_magi.mcore import seams
 from megatron_magi.mcore.carrier import carrier_of
-from megatron_magi.mcore.hybrid_pattern import check_shared_norm
+from megatron_magi.mcore.hybrid_pattern import check_delta_rule, check_mamba_path, check_shared_norm
 from megatron_magi.mcore.token_order import TokenOrder
 
 _UNDO = "core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
@@ -84,10 +84,7 @@ class MagiMambaMixer(LinearLayerMixin, MambaMixer):
     """Mamba over dispatched tokens."""
 
     def _check_order(self) -> None:
-        if not self.use_mem_eff_path:
-            raise ValueError(
-                "disable_mamba_mem_eff_path: Mamba's other path knows no documents and no order of tokens; drop it"
-            )
+        check_mamba_path(is_efficient=self.use_mem_eff_path)
 
     def _prepare(self, order: TokenOrder) -> None:
         order.number_documents()
@@ -108,12 +105,7 @@ class MagiGatedDeltaNet(LinearLayerMixin, GatedDeltaNet):
                 )
 
     def _check_order(self) -> None:
-        if self.config.deterministic_mode:
-            raise ValueError(
-                "deterministic_mode: Megatron's deterministic gated delta net knows no documents and no order of "
-                "tokens; drop it, or train without documents, context parallelism and several padded sequences a "
-                "microbatch"
-            )
+        check_delta_rule(is_deterministic=self.config.deterministic_mode)
 
     def _resolve_cu_seqlens(self, padded: Tensor | None, actual: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # Made for all tokens. Megatron wants lengths that its zigzag in each document divides, and waits for the GPU.

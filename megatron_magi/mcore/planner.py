@@ -237,7 +237,7 @@ class Planner:
         if self.own_positions and fields["position_ids"].min() < 0:
             raise ValueError(f"position_ids: must not be negative, got {int(fields['position_ids'].min())}")
         if all(source.is_named for source in self.masks.sources):
-            check_no_mask(
+            check_no_mask_field(
                 fields,
                 "which no mask of attention is made of; leave it out (Megatron's own: create_attention_mask=False, or "
                 "args.create_attention_mask_in_dataloader, which is off), or make the mask of it in a function for "
@@ -269,7 +269,7 @@ def _visible(mask: AttnMask, index: np.ndarray) -> np.ndarray:
     return visible_keys(mask, index[index < mask.total_seqlen_q])
 
 
-def check_no_mask(fields: Fields, why: str) -> None:
+def check_no_mask_field(fields: Fields, why: str) -> None:
     """Refuses a mask of attention in what a data set returns, where nothing reads it.
 
     Args:

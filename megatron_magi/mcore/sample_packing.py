@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_magi.mask.microbatch import document_bounds
 from megatron_magi.mcore.argv import PACKING_FIELD
 from megatron_magi.mcore.groups import make_agreement_group
-from megatron_magi.mcore.planner import BOUNDS, SEQUENCES, Fields, check_no_mask
+from megatron_magi.mcore.planner import BOUNDS, SEQUENCES, Fields, check_no_mask_field
 
 MEGATRONS = "sequence_packing_scheduler"
 """The option's name in Megatron's arguments and configurations, from some release on."""
@@ -137,7 +137,7 @@ def _checked(sample: Any, most_tokens: int) -> Fields:
     missing = [name for name in SEQUENCES if name not in sample]
     if missing:
         raise ValueError(f"dataset_provider: its items have no {' and no '.join(missing)}, only {sorted(sample)}")
-    check_no_mask(sample, "which packing leaves out: give bounds of documents (cu_seqlens), and no mask")
+    check_no_mask_field(sample, "which packing leaves out: give bounds of documents (cu_seqlens), and no mask")
     shape = sample["tokens"].shape
     for name in SEQUENCES:
         if sample[name].shape != shape:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.backends.base import Backend, Program
-from megatron_magi.backends.registry import backend_that, choose, fastest
+from megatron_magi.backends.registry import backend_that, choose, fastest, refusal
 from megatron_magi.backends.registry import choose as choose_for
 from megatron_magi.operands.merge import accumulate_dtype, row_products, sink_gradient, sink_lse
 from megatron_magi.operands.options import (
@@ -43,6 +43,7 @@ __all__ = [
     "choose_for",
     "forward_pass",
     "program_of",
+    "refusal",
     "resolve_impl",
     "row_delta",
     "slice_attention_backward",

@@ -77,7 +77,7 @@ def forward(
         lses.append(lse.transpose(0, 1).flatten(1, 2))
         if return_max_logits:
             least = logits.new_full((*lse.shape, 1), -torch.inf)
-            tops.append(torch.cat([logits.detach(), least], -1).amax(-1).transpose(0, 1).flatten(1, 2))
+            tops.append(torch.cat([logits, least], -1).amax(-1).transpose(0, 1).flatten(1, 2))
     top = None
     if return_max_logits:
         top = torch.cat([*tops, tops[0].new_full((1, q.shape[1]), -torch.inf)]).amax(0)
